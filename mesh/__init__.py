@@ -1,0 +1,1 @@
+"""What every pdmesh process shares: messages, codec, links, registry, config, metrics, errors."""

@@ -1,0 +1,50 @@
+"""Messages to bytes and back: MessagePack with a version envelope and a size cap. Never pickle.
+
+Wire form: ``[version, message]`` where ``message`` is ``[tag, field, …]``. The version is read
+before the message is decoded, so a newer peer's unknown tags give VersionMismatch, not a parse error.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mesh.errors import MessageTooLarge, ProtocolError, VersionMismatch
+from mesh.messages import PROTOCOL_VERSION, AnyMessage
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Over a million token ids at five bytes each, ten times the largest context served."""
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope_decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_message_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """Encode one message.
+
+    Raises:
+        MessageTooLarge: the encoded form is over ``MAX_MESSAGE_BYTES``.
+    """
+    data = _encoder.encode((PROTOCOL_VERSION, message))
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageTooLarge(f"{type(message).__name__} of {len(data)} bytes is over the cap")
+    return data
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """Decode and validate one message.
+
+    Raises:
+        MessageTooLarge: over ``MAX_MESSAGE_BYTES``.
+        VersionMismatch: the peer speaks another version.
+        ProtocolError: not a well-formed message of a known type.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageTooLarge(f"message of {len(data)} bytes is over the cap")
+    try:
+        version, raw = _envelope_decoder.decode(data)
+        if version != PROTOCOL_VERSION:
+            raise VersionMismatch(f"peer speaks version {version}, this process {PROTOCOL_VERSION}")
+        return _message_decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a valid message: {error}") from error

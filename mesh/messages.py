@@ -1,0 +1,333 @@
+"""Typed control messages between gateway, prefill and decode workers.
+
+Every message is a frozen msgspec Struct, encoded as a MessagePack array behind a version envelope
+(see ``mesh.codec``). Adding an optional field at the end is compatible; anything else bumps
+``PROTOCOL_VERSION`` with a line of history in ``docs/protocol.md``.
+
+Who sends what (each worker binds one ROUTER; gateways dial every worker, D dials P):
+
+    gateway → P   PrefillRequest, AbortRequest, StatusRequest
+    gateway → D   DecodeRequest, AbortRequest, StatusRequest
+    P, D → gateway   StepOutput, RequestFailed, StatusReply
+    D → P         Grant, TransferAck, TransferCancel, LeaseRenew
+    P → D         PrefillDone, TransferNack, LeaseRenew
+    dialer ↔ worker   Hello, Welcome, Refused, Ping, Pong   (handled inside ``mesh.links``)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Base of every message; ``array_like`` keeps field names off the wire."""
+
+
+# ---------------------------------------------------------------------------- link
+
+
+class Hello(Message, tag="hello"):
+    """First message on a link, from the dialer."""
+
+    peer_id: str
+    epoch: int
+    """One start of the sending process; a larger epoch with the same id is a restart."""
+    fingerprint: str = ""
+    """KV layout fingerprint of a dialing decode worker; gateways leave it empty."""
+
+
+class Welcome(Message, tag="welcome"):
+    """The worker accepts the link."""
+
+    worker_id: str
+    epoch: int
+
+
+class Refused(Message, tag="refused"):
+    """The worker does not accept the link (version, fingerprint); the reason reaches the router."""
+
+    code: str
+    message: str
+
+
+class Ping(Message, tag="ping"):
+    """Link liveness probe, answered with the same ``seq``."""
+
+    seq: int
+
+
+class Pong(Message, tag="pong"):
+    """Answer to Ping; ``epoch`` tells a restarted peer from the old one."""
+
+    seq: int
+    epoch: int
+
+
+# ---------------------------------------------------------------------------- requests
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How one request's tokens are chosen. The gateway validates and fills every field."""
+
+    max_tokens: int
+    """Output tokens of the whole request, including those emitted by earlier attempts."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """64-bit; minted by the gateway when the client gave none, so that replays continue the stream."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    """Stop tokens are masked until this many output tokens exist."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends at any of these (the model's EOS ids included, unless ignored)."""
+    num_logprobs: int = -1
+    """-1 none; 0 the sampled token's only; k the top k as well."""
+
+
+class PeerRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Names one start of one worker and where its control ROUTER listens."""
+
+    worker_id: str
+    epoch: int
+    endpoint: str
+
+
+class PrefillRequest(Message, tag="prefill"):
+    """Compute the KV of ``token_ids``, sample one token, hand the KV to ``decode``."""
+
+    request_id: str
+    transfer_id: str
+    """New for every attempt; names the hand-off on both workers."""
+    token_ids: tuple[int, ...]
+    """Prompt plus output tokens of earlier attempts."""
+    num_prompt_tokens: int
+    """``token_ids[num_prompt_tokens:]`` are outputs already sent to the client."""
+    sampling: SamplingParams
+    ttl_s: float
+    """Seconds from receipt until the request's deadline."""
+    decode: PeerRef
+    priority: int = 0
+    """Lower runs first."""
+    cache_salt: str = ""
+
+
+class DecodeRequest(Message, tag="decode"):
+    """Continue ``token_ids`` after P's first token; with ``prefill=None`` D prefills by itself."""
+
+    request_id: str
+    transfer_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    ttl_s: float
+    prefill: PeerRef | None
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class AbortRequest(Message, tag="abort"):
+    """The client left or the other leg failed: free everything of this attempt. Idempotent."""
+
+    request_id: str
+    transfer_id: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Log-probabilities at one output position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), most likely first."""
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """New tokens of one request. P sends exactly one (its first token); D sends the rest."""
+
+    request_id: str
+    transfer_id: str
+    index: int
+    """Position of ``token_ids[0]`` in the whole request's output; gaps and repeats are errors."""
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    """Set on the last token; ``stop`` when it is in ``stop_token_ids``."""
+    num_cached_tokens: int = 0
+    """Prompt tokens taken from a prefix cache; on a leg's first output only."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class StepOutput(Message, tag="step"):
+    """All outputs of one engine step for one gateway."""
+
+    outputs: tuple[TokenOutput, ...]
+
+
+class RequestFailed(Message, tag="failed"):
+    """This attempt is over on the sender, and everything it held is freed or quarantined."""
+
+    request_id: str
+    transfer_id: str
+    code: str
+    """A ``mesh.errors`` code."""
+    message: str
+    retryable: bool
+
+
+# ---------------------------------------------------------------------------- status
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker registers: constant for one epoch."""
+
+    worker_id: str
+    role: Role
+    epoch: int
+    endpoint: str
+    """Control ROUTER, ``tcp://host:port``."""
+    http_endpoint: str
+    """``http://host:port`` with /metrics and /health."""
+    fingerprint: str
+    model: str
+    """Served model name."""
+    max_model_len: int
+    block_size: int
+    """Token slots per KV block."""
+    kv_blocks_total: int
+    max_num_seqs: int
+    transport: str
+
+
+class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's load and census at one moment; sent to Redis every ~100 ms and on StatusRequest."""
+
+    kv_blocks_total: int
+    kv_blocks_free: int
+    """Includes cached blocks that can be evicted now."""
+    kv_blocks_quarantined: int
+    open_transfers: int
+    running: int
+    """Sequences that are computing or decoding."""
+    waiting: int
+    """Sequences that wait for blocks, budget or KV."""
+    queued_tokens: int
+    """Prompt tokens not yet computed, over all sequences."""
+    step_time_s: float
+    """EWMA of one engine step."""
+    tokens_per_s: float
+    """EWMA of computed tokens per second of step time (prefill speed on P)."""
+    draining: bool = False
+
+
+class StatusRequest(Message, tag="status?"):
+    """Ask a worker directly (census, or when Redis is lost)."""
+
+    seq: int
+
+
+class StatusReply(Message, tag="status"):
+    """Live answer, assembled by the worker's control loop."""
+
+    seq: int
+    info: WorkerInfo
+    load: LoadSnapshot
+
+
+# ---------------------------------------------------------------------------- transfer
+
+
+class Grant(Message, tag="grant"):
+    """D offers blocks: logical block ``first_index + i`` of the sequence goes to ``block_ids[i]``."""
+
+    transfer_id: str
+    fingerprint: str
+    epoch: int
+    """D's epoch; echoed in every chunk header, fences writes to an earlier start."""
+    transport: str
+    address: bytes
+    """Data-plane address of the agent that D keeps for this sender (opaque, ≤ 64 KiB)."""
+    first_index: int
+    """Leading blocks D already has from its prefix cache."""
+    block_ids: tuple[int, ...]
+    lease_s: float
+
+
+class ChunkHeader(Message, tag="chunk"):
+    """Travels with the data as the write's notification: blocks are visible when it is read."""
+
+    transfer_id: str
+    epoch: int
+    """The epoch in the Grant."""
+    sender_epoch: int
+    rank: int
+    """Tensor-parallel rank of the sender; 0 without tensor parallelism."""
+    seq: int
+    """0, 1, 2 … within the transfer."""
+    first_index: int
+    """Logical index of the first block of this chunk."""
+    num_blocks: int
+    num_bytes: int
+    checksum: int
+    """xxh3-64 over the blocks' bytes in logical order."""
+
+
+class PrefillDone(Message, tag="prefill-done"):
+    """P's last word: the first token and how many chunks were written."""
+
+    transfer_id: str
+    first_token_id: int
+    finished: bool
+    """The answer ended at this token: nothing is transferred, D drops its reservation."""
+    num_chunks: int
+
+
+class TransferAck(Message, tag="ack"):
+    """D committed (or no longer needs) the transfer; P frees its blocks."""
+
+    transfer_id: str
+
+
+class TransferCancel(Message, tag="cancel"):
+    """D gives up; P stops writing and answers TransferNack(code="cancelled") once no write is in flight."""
+
+    transfer_id: str
+
+
+class TransferNack(Message, tag="nack"):
+    """P will not write (any more): unknown, expired, out of epoch, incompatible, cancelled, failed.
+
+    After it, no write of this transfer is in flight: D may reuse the blocks.
+    """
+
+    transfer_id: str
+    code: str
+    message: str
+
+
+class LeaseRenew(Message, tag="lease"):
+    """The sender of this message still works on these transfers."""
+
+    transfer_ids: tuple[str, ...]
+
+
+TransferMessage = Grant | PrefillDone | TransferAck | TransferCancel | TransferNack | LeaseRenew
+LinkMessage = Hello | Welcome | Refused | Ping | Pong
+RequestMessage = PrefillRequest | DecodeRequest | AbortRequest
+ReplyMessage = StepOutput | RequestFailed
+StatusMessage = StatusRequest | StatusReply
+AnyMessage = (
+    LinkMessage | RequestMessage | ReplyMessage | StatusMessage | TransferMessage | ChunkHeader
+)
