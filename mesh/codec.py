@@ -1,7 +1,7 @@
 """Messages to bytes and back: MessagePack with a version envelope and a size cap. Never pickle.
 
 Wire form: ``[version, message]`` where ``message`` is ``[tag, field, …]``. The version is read
-before the message is decoded, so a newer peer's unknown tags give VersionMismatch, not a parse error.
+before the message is decoded, so a newer peer's unknown tags give VersionMismatch, no parse error.
 """
 
 from __future__ import annotations

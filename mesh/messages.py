@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 # ---------------------------------------------------------------------------- link
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """First message on a link, from the dialer."""
 
     peer_id: str
@@ -43,27 +43,27 @@ class Hello(Message, tag="hello"):
     """KV layout fingerprint of a dialing decode worker; gateways leave it empty."""
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """The worker accepts the link."""
 
     worker_id: str
     epoch: int
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """The worker does not accept the link (version, fingerprint); the reason reaches the router."""
 
     code: str
     message: str
 
 
-class Ping(Message, tag="ping"):
+class Ping(Message, frozen=True, tag="ping"):
     """Link liveness probe, answered with the same ``seq``."""
 
     seq: int
 
 
-class Pong(Message, tag="pong"):
+class Pong(Message, frozen=True, tag="pong"):
     """Answer to Ping; ``epoch`` tells a restarted peer from the old one."""
 
     seq: int
@@ -85,7 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    """64-bit; minted by the gateway when the client gave none, so that replays continue the stream."""
+    """64-bit; minted by the gateway when the client gave none, so that replays go on with it."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -106,7 +106,7 @@ class PeerRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     endpoint: str
 
 
-class PrefillRequest(Message, tag="prefill"):
+class PrefillRequest(Message, frozen=True, tag="prefill"):
     """Compute the KV of ``token_ids``, sample one token, hand the KV to ``decode``."""
 
     request_id: str
@@ -125,7 +125,7 @@ class PrefillRequest(Message, tag="prefill"):
     cache_salt: str = ""
 
 
-class DecodeRequest(Message, tag="decode"):
+class DecodeRequest(Message, frozen=True, tag="decode"):
     """Continue ``token_ids`` after P's first token; with ``prefill=None`` D prefills by itself."""
 
     request_id: str
@@ -139,7 +139,7 @@ class DecodeRequest(Message, tag="decode"):
     cache_salt: str = ""
 
 
-class AbortRequest(Message, tag="abort"):
+class AbortRequest(Message, frozen=True, tag="abort"):
     """The client left or the other leg failed: free everything of this attempt. Idempotent."""
 
     request_id: str
@@ -170,13 +170,13 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class StepOutput(Message, tag="step"):
+class StepOutput(Message, frozen=True, tag="step"):
     """All outputs of one engine step for one gateway."""
 
     outputs: tuple[TokenOutput, ...]
 
 
-class RequestFailed(Message, tag="failed"):
+class RequestFailed(Message, frozen=True, tag="failed"):
     """This attempt is over on the sender, and everything it held is freed or quarantined."""
 
     request_id: str
@@ -212,7 +212,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's load and census at one moment; sent to Redis every ~100 ms and on StatusRequest."""
+    """A worker's load and census; sent to Redis every ~100 ms and on StatusRequest."""
 
     kv_blocks_total: int
     kv_blocks_free: int
@@ -232,13 +232,13 @@ class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
 
 
-class StatusRequest(Message, tag="status?"):
+class StatusRequest(Message, frozen=True, tag="status?"):
     """Ask a worker directly (census, or when Redis is lost)."""
 
     seq: int
 
 
-class StatusReply(Message, tag="status"):
+class StatusReply(Message, frozen=True, tag="status"):
     """Live answer, assembled by the worker's control loop."""
 
     seq: int
@@ -249,8 +249,8 @@ class StatusReply(Message, tag="status"):
 # ---------------------------------------------------------------------------- transfer
 
 
-class Grant(Message, tag="grant"):
-    """D offers blocks: logical block ``first_index + i`` of the sequence goes to ``block_ids[i]``."""
+class Grant(Message, frozen=True, tag="grant"):
+    """D offers blocks: the sequence's block ``first_index + i`` goes to ``block_ids[i]``."""
 
     transfer_id: str
     fingerprint: str
@@ -265,7 +265,7 @@ class Grant(Message, tag="grant"):
     lease_s: float
 
 
-class ChunkHeader(Message, tag="chunk"):
+class ChunkHeader(Message, frozen=True, tag="chunk"):
     """Travels with the data as the write's notification: blocks are visible when it is read."""
 
     transfer_id: str
@@ -284,7 +284,7 @@ class ChunkHeader(Message, tag="chunk"):
     """xxh3-64 over the blocks' bytes in logical order."""
 
 
-class PrefillDone(Message, tag="prefill-done"):
+class PrefillDone(Message, frozen=True, tag="prefill-done"):
     """P's last word: the first token and how many chunks were written."""
 
     transfer_id: str
@@ -294,19 +294,19 @@ class PrefillDone(Message, tag="prefill-done"):
     num_chunks: int
 
 
-class TransferAck(Message, tag="ack"):
+class TransferAck(Message, frozen=True, tag="ack"):
     """D committed (or no longer needs) the transfer; P frees its blocks."""
 
     transfer_id: str
 
 
-class TransferCancel(Message, tag="cancel"):
-    """D gives up; P stops writing and answers TransferNack(code="cancelled") once no write is in flight."""
+class TransferCancel(Message, frozen=True, tag="cancel"):
+    """D gives up; P stops, answers TransferNack(code="cancelled") when no write is in flight."""
 
     transfer_id: str
 
 
-class TransferNack(Message, tag="nack"):
+class TransferNack(Message, frozen=True, tag="nack"):
     """P will not write (any more): unknown, expired, out of epoch, incompatible, cancelled, failed.
 
     After it, no write of this transfer is in flight: D may reuse the blocks.
@@ -317,7 +317,7 @@ class TransferNack(Message, tag="nack"):
     message: str
 
 
-class LeaseRenew(Message, tag="lease"):
+class LeaseRenew(Message, frozen=True, tag="lease"):
     """The sender of this message still works on these transfers."""
 
     transfer_ids: tuple[str, ...]

@@ -1,0 +1,180 @@
+"""Start-up configuration of the gateway and of the workers: frozen, validated once.
+
+Built by ``cli`` from flags; ``validate()`` raises a ConfigError whose message begins with the name
+of the field at fault. Only what can be judged without the model or the network is judged here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from mesh.errors import ConfigError
+from mesh.messages import Role
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Weights = Literal["fp32", "int8"]
+TransportName = Literal["ucx", "tcp", "inproc"]
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
+WEIGHTS: tuple[Weights, ...] = ("fp32", "int8")
+TRANSPORTS: tuple[TransportName, ...] = ("ucx", "tcp", "inproc")
+
+_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a gateway process is told at start."""
+
+    redis_url: str
+    """``redis://[:password@]host:port/db`` of the cluster's registry."""
+    host: str = "127.0.0.1"
+    """Address the HTTP API binds."""
+    port: int = 8000
+    """TCP port of the HTTP API; 0 takes any free one."""
+    model: str = ""
+    """Model file or folder for tokenizer and chat template; empty: the packaged default model."""
+    served_model_name: str = ""
+    """Name clients use in ``model``; empty: the model's own name."""
+    request_timeout_s: float = 600.0
+    """Deadline of one request, from arrival to last token, in seconds."""
+    max_body_bytes: int = 4 << 20
+    """Largest accepted HTTP body in bytes."""
+    gateway_id: str = ""
+    """Unique in the cluster; empty: minted by the gateway at start."""
+    log_level: LogLevel = "info"
+    """Least severe log records written."""
+
+    def validate(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: names the first field at fault.
+        """
+        _check_redis_url(self.redis_url)
+        _check_host("host", self.host)
+        _check_range("port", self.port, 0, 65535)
+        _check_range("request_timeout_s", self.request_timeout_s, 0.1, 86_400)
+        _check_range("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
+        if self.gateway_id:
+            _check_id("gateway_id", self.gateway_id)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a prefill or decode worker process is told at start."""
+
+    role: Role
+    """Which of the two roles this process plays."""
+    worker_id: str
+    """Unique in the cluster; a restarted worker keeps its id and takes a larger epoch."""
+    redis_url: str
+    """``redis://[:password@]host:port/db`` of the cluster's registry."""
+    model: str = ""
+    """Model file or folder; empty: the packaged default model."""
+    served_model_name: str = ""
+    """Name clients use in ``model``; empty: the model's own name."""
+    host: str = "127.0.0.1"
+    """Address the control socket, the data plane and the HTTP endpoint bind."""
+    advertise_host: str = ""
+    """Address the peers dial; empty: ``host``. Needed where ``host`` is a wildcard."""
+    control_port: int = 0
+    """TCP port of the control socket; 0 takes any free one."""
+    http_port: int = 0
+    """TCP port of /metrics and /health; 0 takes any free one."""
+    weights: Weights = "int8"
+    """Linear layers' weights: ``fp32``, or ``int8`` per output channel."""
+    kv_blocks: int = 0
+    """KV pool size in blocks; 0: as many as ``kv_memory_mib`` holds."""
+    kv_memory_mib: int = 1024
+    """KV pool size in MiB where ``kv_blocks`` is 0."""
+    block_size: int = 16
+    """Token slots per KV block; a power of two."""
+    max_num_seqs: int = 64
+    """Most sequences in one step."""
+    max_batched_tokens: int = 512
+    """Most tokens computed in one step (the prefill chunk budget)."""
+    max_model_len: int = 0
+    """Longest sequence in tokens; 0: the model's own limit."""
+    transport: TransportName = "ucx"
+    """Data plane for KV blocks; ``inproc`` is for tests inside one process."""
+    threads: int = 0
+    """Compute threads; 0: chosen by the worker from the cores it may use."""
+    lease_s: float = 10.0
+    """Seconds P keeps blocks pinned, and D keeps a grant open, without a sign of life."""
+    log_level: LogLevel = "info"
+    """Least severe log records written."""
+
+    def validate(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: names the first field at fault.
+        """
+        _check_choice("role", self.role, ROLES)
+        _check_id("worker_id", self.worker_id)
+        _check_redis_url(self.redis_url)
+        _check_host("host", self.host)
+        if self.advertise_host:
+            _check_host("advertise_host", self.advertise_host)
+        _check_range("control_port", self.control_port, 0, 65535)
+        _check_range("http_port", self.http_port, 0, 65535)
+        _check_choice("weights", self.weights, WEIGHTS)
+        _check_range("kv_blocks", self.kv_blocks, 0, 1 << 31)
+        _check_range("kv_memory_mib", self.kv_memory_mib, 1, 16 << 20)
+        _check_range("block_size", self.block_size, 1, 256)
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size: {self.block_size} is not a power of two")
+        _check_range("max_num_seqs", self.max_num_seqs, 1, 65536)
+        _check_range("max_batched_tokens", self.max_batched_tokens, 1, 1 << 20)
+        _check_range("max_model_len", self.max_model_len, 0, 1 << 24)
+        _check_choice("transport", self.transport, TRANSPORTS)
+        _check_range("threads", self.threads, 0, 1024)
+        _check_range("lease_s", self.lease_s, 0.1, 3600)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+
+    def advertised(self, endpoint: str) -> str:
+        """``endpoint`` (``scheme://host:port``) with the host that peers dial."""
+        if not self.advertise_host:
+            return endpoint
+        scheme, _, address = endpoint.partition("://")
+        port = address.rpartition(":")[2]
+        return f"{scheme}://{self.advertise_host}:{port}"
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{field}: {value} is not between {low} and {high}")
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{field}: {value!r} is not one of {', '.join(choices)}")
+
+
+def _check_id(field: str, value: str) -> None:
+    if not _ID_PATTERN.fullmatch(value):
+        raise ConfigError(f"{field}: {value!r} must be 1-128 letters, digits, '.', '_' or '-'")
+
+
+def _check_host(field: str, value: str) -> None:
+    if not value or any(character.isspace() or character == "/" for character in value):
+        raise ConfigError(f"{field}: {value!r} is not a host name or address")
+
+
+def _check_redis_url(value: str) -> None:
+    # The value is not echoed: it may carry a password.
+    try:
+        parts = urlsplit(value)
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError as error:
+        raise ConfigError(f"redis_url: {error}") from error
+    if parts.scheme not in _REDIS_SCHEMES or not port_ok:
+        raise ConfigError("redis_url: expected redis://[:password@]host:port/db")
+    if not (parts.path if parts.scheme == "unix" else parts.hostname):
+        raise ConfigError("redis_url: names no server")
