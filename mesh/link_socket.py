@@ -75,7 +75,9 @@ class LinkSocket:
         self._fds = (int(socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._fds[0], self._pump)
         self._loop.add_reader(self._fds[1], self._handle_events)
-        self._schedule_pump()
+        # A ZMQ descriptor announces nothing before a first read has found the socket empty.
+        self._loop.call_soon(self._handle_events)
+        self._loop.call_soon(self._pump)
 
     def bind(self, address: str) -> str:
         """Bind and return the real address, the port resolved where ``address`` ends in ``:0``.

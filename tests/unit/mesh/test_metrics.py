@@ -1,0 +1,29 @@
+"""The metrics registry: names, look-up of existing metrics, text form."""
+
+import pytest
+
+from mesh import metrics
+
+
+def test_a_second_use_of_a_name_finds_the_first() -> None:
+    first = metrics.counter("pdmesh:test_events", "Events.", ["kind"])
+    first.labels(kind="a").inc()
+    assert metrics.counter("pdmesh:test_events", "Events.", ["kind"]) is first
+    assert b'pdmesh:test_events_total{kind="a"} 1.0\n' in metrics.render()
+
+
+def test_a_name_has_one_kind() -> None:
+    metrics.gauge("pdmesh:test_level", "Level.")
+    with pytest.raises(ValueError, match="already a Gauge"):
+        metrics.counter("pdmesh:test_level", "Level.")
+
+
+def test_vllm_names_are_kept_whole() -> None:
+    seconds = metrics.histogram(
+        metrics.TIME_TO_FIRST_TOKEN, "TTFT.", ["model_name"], buckets=metrics.TTFT_BUCKETS_S
+    )
+    seconds.labels(model_name="m").observe(0.03)
+    text = metrics.render().decode()
+    assert 'vllm:time_to_first_token_seconds_bucket{le="0.04",model_name="m"} 1.0\n' in text
+    assert 'vllm:time_to_first_token_seconds_bucket{le="0.02",model_name="m"} 0.0\n' in text
+    assert "process_resident_memory_bytes" in text
