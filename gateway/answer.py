@@ -1,0 +1,224 @@
+"""One HTTP request's choices, run on the cluster and sent back: streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import msgspec
+from aiohttp import web
+
+from gateway.choice import Choice, Delta
+from gateway.frontend import MAX_CHOICES, Frontend
+from gateway.generation import Generation, GenerationRequest
+from gateway.request_metrics import RequestMetrics, count_failure
+from gateway.sampling import build_sampling, seed_of_sample
+from gateway.schema import ChatRequest, CompletionRequest
+from gateway.sse import DONE, Chunks, error_event
+from gateway.usage import usage
+from mesh.errors import InvalidRequest, PdmeshError
+
+
+class Prompt(NamedTuple):
+    """One prompt of a request."""
+
+    token_ids: tuple[int, ...]
+    shown: str = ""
+    """Text put before the output (``echo``)."""
+
+
+class Answer:
+    """Context manager that owns the generations of one HTTP request: leaving it aborts the rest."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        request: ChatRequest | CompletionRequest,
+        prompts: Sequence[Prompt],
+        *,
+        arrived_s: float,
+        on_slow_reader: Callable[[], None],
+    ) -> None:
+        """Validate and prepare; entering starts the generations.
+
+        Args:
+            frontend: The gateway.
+            request: The decoded body.
+            prompts: Its prompts, tokenised.
+            arrived_s: ``time.monotonic()`` when the HTTP request came.
+            on_slow_reader: Called when the client reads too slowly; must break the connection.
+
+        Raises:
+            InvalidRequest: a value is out of range for this model and these prompts.
+        """
+        self.id = uuid.uuid4().hex
+        self.created = int(time.time())
+        self.samples_per_prompt = request.n or 1
+        if len(prompts) * self.samples_per_prompt > MAX_CHOICES:
+            raise InvalidRequest(f"more than {MAX_CHOICES} choices", param="n")
+        self._wake = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + frontend.request_timeout_s - (time.monotonic() - arrived_s)
+        tokenizer = frontend.model.tokenizer
+        skip = request.skip_special_tokens
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        self.choices: list[Choice] = []
+        for prompt in prompts:
+            sampling = build_sampling(
+                request,
+                frontend.model,
+                num_prompt_tokens=len(prompt.token_ids),
+                max_model_len=frontend.max_model_len,
+            )
+            for sample in range(self.samples_per_prompt):
+                index = len(self.choices)
+                seed = seed_of_sample(sampling.seed, sample)
+                request_metrics = RequestMetrics(arrived_s, len(prompt.token_ids))
+                generation = Generation(
+                    frontend.cluster,
+                    GenerationRequest(
+                        request_id=f"{self.id}-{index}",
+                        prompt_ids=prompt.token_ids,
+                        sampling=msgspec.structs.replace(sampling, seed=seed),
+                        deadline_s=deadline_s,
+                        priority=request.priority,
+                        cache_salt=request.cache_salt or "",
+                    ),
+                    request_metrics=request_metrics,
+                    on_ready=self._wake.set,
+                    on_slow_reader=on_slow_reader,
+                )
+                choice = Choice(
+                    index,
+                    generation,
+                    tokenizer.pieces if skip else tokenizer.pieces_with_special,
+                    request_metrics,
+                    stops=stops,
+                    include_stop=request.include_stop_str_in_output,
+                    prefix=prompt.shown,
+                )
+                self.choices.append(choice)
+
+    def __enter__(self) -> Self:
+        """Start all generations.
+
+        Raises:
+            Unavailable, Overloaded, ContextTooLong: the cluster does not take them.
+        """
+        try:
+            for choice in self.choices:
+                choice.generation.start()
+        except PdmeshError as error:
+            self._close(error)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Abort whatever has not finished."""
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        for choice in self.choices:
+            choice.generation.close()
+            if choice.finish_reason is None and not isinstance(error, PdmeshError):
+                choice.abandoned()
+
+    async def batches(self) -> AsyncIterator[list[tuple[Choice, list[Delta]]]]:
+        """What arrived, as it arrives, until every choice has finished.
+
+        Raises:
+            PdmeshError: a choice failed.
+        """
+        unfinished = list(self.choices)
+        while unfinished:
+            await self._wake.wait()
+            self._wake.clear()
+            batch = []
+            failure: PdmeshError | None = None
+            for choice in unfinished:
+                try:
+                    deltas = choice.read()
+                except PdmeshError as error:
+                    failure = error
+                    continue
+                if deltas:
+                    batch.append((choice, deltas))
+                if choice.generation.error is not None:
+                    self._wake.set()  # its error comes after its last tokens
+            if batch:
+                yield batch
+            if failure is not None:
+                raise failure
+            unfinished = [choice for choice in unfinished if choice.finish_reason is None]
+
+    async def collect(self) -> list[list[Delta]]:
+        """All deltas of every choice.
+
+        Raises:
+            PdmeshError: a choice failed.
+        """
+        deltas: list[list[Delta]] = [[] for _ in self.choices]
+        async for batch in self.batches():
+            for choice, new in batch:
+                deltas[choice.index] += new
+        return deltas
+
+
+async def stream_answer(
+    http_request: web.Request,
+    answer: Answer,
+    chunks: Chunks,
+    request: ChatRequest | CompletionRequest,
+) -> web.StreamResponse:
+    """Send the answer as server-sent events; the status line waits for the first token.
+
+    Raises:
+        PdmeshError: it failed before the first byte.
+    """
+    options = request.stream_options
+    every_time = bool(options and options.continuous_usage_stats)
+    response: web.StreamResponse | None = None
+    try:
+        async for batch in answer.batches():
+            data = bytearray()
+            for choice, deltas in batch:
+                so_far = usage(answer.choices, answer.samples_per_prompt) if every_time else None
+                for delta in deltas:
+                    data += chunks.token(choice, delta, so_far)
+            if response is None:
+                response = await _open_stream(http_request)
+            await response.write(data)
+    except PdmeshError as error:
+        if response is None:
+            raise
+        count_failure(error.code)
+        await response.write(error_event(error))
+    else:
+        assert response is not None, "an answer has at least one token"
+        last = DONE
+        if options and options.include_usage:
+            last = chunks.usage(usage(answer.choices, answer.samples_per_prompt)) + DONE
+        await response.write(last)
+    await response.write_eof()
+    return response
+
+
+async def _open_stream(http_request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+        }
+    )
+    await response.prepare(http_request)
+    return response

@@ -1,0 +1,104 @@
+"""The aiohttp application: routes, request ids, errors to HTTP, start and stop of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+from aiohttp import web
+
+from gateway import chat, completions, operations
+from gateway.cluster import WorkerSource
+from gateway.errors import PayloadTooLarge, error_response
+from gateway.frontend import FRONTEND, Frontend
+from gateway.request_metrics import count_failure
+from mesh.errors import InvalidRequest, PdmeshError
+
+_logger = logging.getLogger(__name__)
+_REQUEST_ID_HEADER = "X-Request-Id"
+_ACCEPTED_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class WorkerView(WorkerSource, Protocol):
+    """``mesh.registry.ClusterView``: a source of workers that must be started."""
+
+    async def start(self) -> None:
+        """Begin to follow the registry."""
+
+    async def close(self) -> None:
+        """Stop."""
+
+
+def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
+    """Wire the application; starting it follows ``view`` and links to its workers."""
+    app = web.Application(client_max_size=frontend.max_body_bytes, middlewares=[_errors_to_http])
+    app[FRONTEND] = frontend
+    app.on_response_prepare.append(_echo_request_id)
+    app.cleanup_ctx.append(_linked(view))
+    app.router.add_post("/v1/chat/completions", chat.chat_completions)
+    app.router.add_post("/v1/completions", completions.completions)
+    app.router.add_get("/v1/models", operations.list_models)
+    app.router.add_get("/v1/models/{id:.+}", operations.get_model)
+    app.router.add_get("/health", operations.health)
+    app.router.add_get("/ready", operations.ready)
+    app.router.add_get("/metrics", operations.show_metrics)
+    app.router.add_get("/debug/census", operations.census)
+    return app
+
+
+def _linked(view: WorkerView) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        frontend = app[FRONTEND]
+        await view.start()
+        frontend.cluster.start(view)
+        try:
+            yield
+        finally:
+            await frontend.cluster.close()
+            await view.close()
+            frontend.close()
+
+    return context
+
+
+async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    given = request.headers.get(_REQUEST_ID_HEADER, "")
+    valid = _ACCEPTED_REQUEST_ID.fullmatch(given)
+    response.headers[_REQUEST_ID_HEADER] = given if valid else uuid.uuid4().hex
+
+
+@web.middleware
+async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except PdmeshError as error:
+        count_failure(error.code)
+        return error_response(error)
+    except web.HTTPRequestEntityTooLarge:
+        return error_response(PayloadTooLarge("the body is too large"))
+    except web.HTTPException as error:
+        return _http_error(error)
+    except ConnectionError:
+        # The client is gone in the middle of a write; there is nobody to answer.
+        raise asyncio.CancelledError from None
+    except Exception:
+        _logger.exception("request failed path=%s", request.path)
+        count_failure(PdmeshError.code)
+        return error_response(PdmeshError("internal error"))
+
+
+def _http_error(error: web.HTTPException) -> web.Response:
+    """Routing errors of aiohttp (404, 405, a broken body) in OpenAI's form."""
+    wrapped = InvalidRequest(f"{error.status} {error.reason}")
+    wrapped.http_status = error.status
+    wrapped.code = error.reason.lower().replace(" ", "_")
+    response = error_response(wrapped)
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response

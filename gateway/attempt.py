@@ -1,0 +1,220 @@
+"""One try to serve a request on one pair of workers.
+
+    RUNNING ── last token ──> FINISHED
+       ├── a leg fails, is lost, or breaks the order ──> FAILED     (the other leg is aborted)
+       └── abort() ──> ABORTED                                      (both legs are aborted)
+
+Token order within an attempt that starts at output position ``base``:
+
+    P:  base            exactly one token
+    D:  base+1, base+2, …      may overtake P's token on its own connection; then it waits here
+"""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from typing import Protocol
+
+from gateway.cluster import Cluster, Worker
+from gateway.errors import error_from_code
+from mesh.errors import MessageTooLarge, PdmeshError, ProtocolError, WorkerLost
+from mesh.messages import (
+    AbortRequest,
+    DecodeRequest,
+    PrefillRequest,
+    RequestFailed,
+    SamplingParams,
+    TokenOutput,
+)
+
+MAX_OVERTAKING_OUTPUTS = 1024
+"""Decode outputs kept while the prefill worker's token is on its way."""
+
+
+class _State(enum.Enum):
+    NEW = "new"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+_TRANSITIONS: dict[_State, tuple[_State, ...]] = {
+    _State.NEW: (_State.RUNNING,),
+    _State.RUNNING: (_State.FINISHED, _State.FAILED, _State.ABORTED),
+    _State.FINISHED: (),
+    _State.FAILED: (),
+    _State.ABORTED: (),
+}
+
+
+class AttemptOwner(Protocol):
+    """The request that an attempt works for."""
+
+    def on_tokens(self, output: TokenOutput) -> None:
+        """The next tokens, in order, without gaps."""
+        ...
+
+    def on_attempt_failed(self, error: PdmeshError, worker_id: str, retryable: bool) -> None:
+        """This attempt is over; ``worker_id`` is the one to avoid."""
+        ...
+
+
+class Attempt:
+    """Owns both legs on the workers until the last token, a failure or ``abort()``."""
+
+    def __init__(
+        self, cluster: Cluster, owner: AttemptOwner, *, prefill: Worker, decode: Worker, base: int
+    ) -> None:
+        """Prepare; nothing is sent before ``start``.
+
+        Args:
+            cluster: Delivers the workers' messages.
+            owner: Hears the tokens and the failure.
+            prefill: Computes the prompt and makes token ``base``.
+            decode: Makes the tokens after it.
+            base: Number of output tokens that earlier attempts made.
+        """
+        self.transfer_id = uuid.uuid4().hex
+        self._cluster = cluster
+        self._owner = owner
+        self._prefill = prefill
+        self._decode = decode
+        self._base = base
+        self._next_index = base
+        self._overtaking: list[TokenOutput] = []
+        self._decode_answered = False
+        self._request_id = ""
+        self._state = _State.NEW
+
+    def start(
+        self,
+        *,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        ttl_s: float,
+        priority: int,
+        cache_salt: str,
+    ) -> None:
+        """Send both legs at once (fields as in the messages)."""
+        self._move(_State.RUNNING)
+        self._request_id = request_id
+        for worker in (self._decode, self._prefill):
+            self._cluster.attach(worker, self.transfer_id, self, len(token_ids))
+        decode = DecodeRequest(
+            request_id=request_id,
+            transfer_id=self.transfer_id,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=sampling,
+            ttl_s=ttl_s,
+            prefill=self._prefill.ref,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        prefill = PrefillRequest(
+            request_id=request_id,
+            transfer_id=self.transfer_id,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=sampling,
+            ttl_s=ttl_s,
+            decode=self._decode.ref,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        try:
+            for worker, message in ((self._decode, decode), (self._prefill, prefill)):
+                if not worker.send(message):
+                    lost = WorkerLost(f"{worker.info.worker_id} takes no messages")
+                    self._fail(lost, worker.info.worker_id, retryable=True)
+                    return
+        except MessageTooLarge as error:
+            self._fail(error, "", retryable=False)
+
+    def abort(self) -> None:
+        """Free everything on both workers; nothing is delivered afterwards. Idempotent."""
+        if self._state is _State.RUNNING:
+            self._end(_State.ABORTED)
+            self._abort_legs()
+
+    def on_output(self, worker_id: str, output: TokenOutput) -> None:
+        """A worker made tokens of this transfer."""
+        if self._state is not _State.RUNNING:
+            return
+        if worker_id == self._prefill.info.worker_id:
+            self._on_first_token(worker_id, output)
+            return
+        self._decode_answered = True
+        if self._next_index > self._base:
+            self._deliver(worker_id, output)
+        elif len(self._overtaking) < MAX_OVERTAKING_OUTPUTS:
+            self._overtaking.append(output)
+        else:
+            missing = ProtocolError(f"output {self._base} is missing")
+            self._fail(missing, self._prefill.info.worker_id, retryable=True)
+
+    def on_failed(self, worker_id: str, failed: RequestFailed) -> None:
+        """A worker gave up on this transfer and freed what it held."""
+        if worker_id == self._prefill.info.worker_id and self._prefill_is_done():
+            return
+        error = error_from_code(failed.code, failed.message)
+        self._fail(error, worker_id, retryable=failed.retryable)
+
+    def on_lost(self, worker_id: str, error: PdmeshError) -> None:
+        """The link to a worker went down."""
+        # After its token, what P still owes is the KV, and D is nearer to know whether that came:
+        # D goes on, or fails this attempt.
+        if worker_id == self._prefill.info.worker_id and self._next_index > self._base:
+            return
+        self._fail(error, worker_id, retryable=True)
+
+    def _prefill_is_done(self) -> bool:
+        return self._next_index > self._base and self._decode_answered
+
+    def _on_first_token(self, worker_id: str, output: TokenOutput) -> None:
+        if len(output.token_ids) != 1:
+            wrong = ProtocolError(f"prefill made {len(output.token_ids)} tokens instead of one")
+            self._fail(wrong, worker_id, retryable=True)
+            return
+        self._deliver(worker_id, output)
+        overtaking, self._overtaking = self._overtaking, []
+        for held in overtaking:
+            if self._state is _State.RUNNING:
+                self._deliver(self._decode.info.worker_id, held)
+
+    def _deliver(self, worker_id: str, output: TokenOutput) -> None:
+        if output.index != self._next_index or not output.token_ids:
+            wrong = ProtocolError(f"output {output.index} came instead of {self._next_index}")
+            self._fail(wrong, worker_id, retryable=True)
+            return
+        self._next_index += len(output.token_ids)
+        if output.finish_reason is not None:
+            self._end(_State.FINISHED)
+        self._owner.on_tokens(output)
+
+    def _fail(self, error: PdmeshError, worker_id: str, *, retryable: bool) -> None:
+        if self._state is not _State.RUNNING:
+            return
+        self._end(_State.FAILED)
+        self._abort_legs()
+        self._owner.on_attempt_failed(error, worker_id, retryable)
+
+    def _end(self, state: _State) -> None:
+        self._move(state)
+        self._overtaking.clear()
+        for worker in (self._prefill, self._decode):
+            self._cluster.detach(worker, self.transfer_id)
+
+    def _abort_legs(self) -> None:
+        # Also to the leg that failed: an abort is idempotent, and it may have failed only here.
+        message = AbortRequest(request_id=self._request_id, transfer_id=self.transfer_id)
+        for worker in (self._prefill, self._decode):
+            worker.send(message)
+
+    def _move(self, state: _State) -> None:
+        assert state in _TRANSITIONS[self._state], f"{self._state} -> {state}"
+        self._state = state

@@ -1,0 +1,78 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from gateway.answer import Answer, Prompt
+from gateway.choice import Delta
+from gateway.endpoint import Endpoint
+from gateway.frontend import Frontend
+from gateway.logprobs import chat_logprobs
+from gateway.schema import ChatMessage, ChatRequest, decode_chat_request
+from gateway.served_model import ServedModel
+from gateway.sse import ChatChunks
+from mesh.errors import InvalidRequest
+
+
+async def chat_completions(http_request: web.Request) -> web.StreamResponse:
+    """Answer the next turn of a conversation."""
+    return await ChatEndpoint().serve(http_request)
+
+
+class ChatEndpoint(Endpoint[ChatRequest]):
+    """How /v1/chat/completions differs from /v1/completions."""
+
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunks = ChatChunks
+
+    def decode(self, body: bytes) -> ChatRequest:
+        """See ``Endpoint``."""
+        return decode_chat_request(body)
+
+    async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
+        """See ``Endpoint``."""
+        num_chars = sum(len(message.text) for message in request.messages)
+        ids = await frontend.tokenise(num_chars, lambda: _encode(frontend.model, request))
+        return [Prompt(tuple(ids))]
+
+    def choice(
+        self, frontend: Frontend, answer: Answer, index: int, deltas: list[Delta]
+    ) -> dict[str, Any]:
+        """See ``Endpoint``."""
+        tokenizer = frontend.model.tokenizer
+        entries = [d.logprobs for d in deltas if d.logprobs is not None]
+        content = [chat_logprobs(entry, tokenizer) for entry in entries]
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(d.text for d in deltas)},
+            "logprobs": {"content": content, "refusal": None} if content else None,
+            "finish_reason": deltas[-1].finish_reason,
+        }
+
+
+def _encode(model: ServedModel, request: ChatRequest) -> list[int]:
+    if model.chat_template is None:
+        raise InvalidRequest("the model has no chat template", param="messages")
+    generate = request.add_generation_prompt
+    text = model.chat_template.render(
+        [_turn(message) for message in request.messages],
+        add_generation_prompt=not request.continue_final_message if generate is None else generate,
+        continue_final_message=request.continue_final_message,
+        variables=request.chat_template_kwargs,
+    )
+    ids = model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+    if not ids:
+        raise InvalidRequest("the prompt is empty", param="messages")
+    return ids
+
+
+def _turn(message: ChatMessage) -> dict[str, str]:
+    # "developer" is OpenAI's newer name of the role that templates know as "system".
+    turn: dict[str, str] = {"role": "system" if message.role == "developer" else message.role}
+    if message.name is not None:
+        turn["name"] = message.name
+    return turn | {"content": message.text}

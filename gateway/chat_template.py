@@ -1,0 +1,143 @@
+"""Renders a model's Jinja chat template the way transformers does, in a sandbox.
+
+The environment follows transformers `utils/chat_template_utils.py` (_compile_jinja_template).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from mesh.errors import ConfigError, InvalidRequest
+
+MAX_PROMPT_CHARS = 16 << 20
+"""Rendering stops here: a template that loops over its input must not eat the memory."""
+
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+)
+"""What a template raises over messages it was not written for."""
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}``: marks assistant text for training; here plain."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Replace the block by its body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    # Jinja's own tojson escapes HTML characters, which no prompt wants.
+    allowed = {key: options[key] for key in ("separators", "sort_keys") if key in options}
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **allowed)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One compiled chat template."""
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None) -> None:
+        """Compile ``source``.
+
+        Args:
+            source: Jinja text.
+            special_tokens: Variables such as ``bos_token`` and ``eos_token``.
+
+        Raises:
+            ConfigError: not valid Jinja.
+        """
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"model: chat template line {error.lineno}: {error}") from error
+        self._special_tokens = dict(special_tokens or {})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render the prompt text.
+
+        Raises:
+            InvalidRequest: the template refuses these messages, or the prompt is too large.
+        """
+        context = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        context.setdefault("tools", None)
+        context.setdefault("documents", None)
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(context):
+                size += len(piece)
+                if size > MAX_PROMPT_CHARS:
+                    raise InvalidRequest("the rendered prompt is too large", param="messages")
+                pieces.append(piece)
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(f"chat template: {error}", param="messages") from error
+        except RecursionError as error:
+            raise InvalidRequest("chat template: nested too deep", param="messages") from error
+        text = "".join(pieces)
+        if continue_final_message:
+            return _cut_after_final_message(text, messages[-1]["content"])
+        return text
+
+
+def _cut_after_final_message(text: str, content: str) -> str:
+    """End the prompt right after the last message, so that the model goes on with it."""
+    stripped = content.strip()
+    start = text.rfind(stripped)
+    if start < 0:
+        raise InvalidRequest(
+            "the chat template does not show the final message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    unstripped = content.lstrip()
+    whole = text.startswith(unstripped, start)
+    return text[: start + len(unstripped if whole else stripped)]

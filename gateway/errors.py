@@ -1,0 +1,82 @@
+"""Errors of the gateway, and the HTTP form of every error.
+
+PdmeshError                (mesh/errors.py)
+├── SlowReader        503  the client reads slower than its answer is made
+└── PayloadTooLarge   413  the body is over the limit
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from mesh import errors
+from mesh.errors import InvalidRequest, Overloaded, PdmeshError
+
+_RETRY_AFTER_S = 1.0
+
+
+class SlowReader(PdmeshError):
+    """The client reads slower than its answer is made; the stream buffer is full."""
+
+    code = "slow_reader"
+    http_status = 503
+
+
+class PayloadTooLarge(InvalidRequest):
+    """The HTTP body is over ``max_body_bytes``."""
+
+    code = "payload_too_large"
+    http_status = 413
+
+
+class RemoteError(PdmeshError):
+    """A worker failed with a code that this gateway does not know."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def _tree(root: type[PdmeshError]) -> list[type[PdmeshError]]:
+    return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
+
+
+_BY_CODE = {kind.code: kind for kind in reversed(_tree(errors.PdmeshError))}
+
+
+def error_from_code(code: str, message: str) -> PdmeshError:
+    """The error that a worker named by its code."""
+    kind = _BY_CODE.get(code)
+    return kind(message) if kind is not None else RemoteError(message, code=code)
+
+
+def error_body(error: PdmeshError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    if error.http_status == 429:
+        kind = "rate_limit_error"
+    elif error.http_status == 404:
+        kind = "not_found_error"
+    elif error.http_status < 500:
+        kind = "invalid_request_error"
+    else:
+        kind = "server_error"
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
+
+
+def error_response(error: PdmeshError) -> web.Response:
+    """The answer before any byte was sent."""
+    headers = {}
+    if error.http_status in (429, 503):
+        delay_s = error.retry_after_s if isinstance(error, Overloaded) else _RETRY_AFTER_S
+        headers["Retry-After"] = str(max(1, math.ceil(delay_s)))
+    return web.Response(
+        status=error.http_status,
+        body=orjson.dumps(error_body(error)),
+        content_type="application/json",
+        headers=headers,
+    )

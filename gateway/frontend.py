@@ -1,0 +1,100 @@
+"""What all handlers of one gateway share: the model, the cluster, the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from aiohttp import web
+
+from gateway.cluster import Cluster
+from gateway.served_model import ServedModel
+from mesh.errors import ModelNotFound, Overloaded, Unavailable
+
+MAX_OPEN_REQUESTS = 4096
+MAX_CHOICES = 128
+"""Prompts times samples of one HTTP request."""
+
+_MAX_INLINE_CHARS = 4096
+"""Longer text is tokenised in a thread; this much takes a few milliseconds."""
+
+_NUM_TOKENIZER_THREADS = 2
+
+_Result = TypeVar("_Result")
+
+
+class Frontend:
+    """State of one gateway process; ``close()`` frees its threads."""
+
+    def __init__(
+        self,
+        *,
+        model: ServedModel,
+        cluster: Cluster,
+        request_timeout_s: float,
+        max_body_bytes: int,
+    ) -> None:
+        """Args are those of ``mesh.config.GatewayConfig``."""
+        self.model = model
+        self.cluster = cluster
+        self.request_timeout_s = request_timeout_s
+        self.max_body_bytes = max_body_bytes
+        self.created = int(time.time())
+        self.num_open_requests = 0
+        self.is_draining = False
+        """Set at shutdown: requests that run may finish, /ready says no."""
+        self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence that can be served now."""
+        return self.cluster.max_model_len or self.model.max_model_len
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could be served now."""
+        return not self.is_draining and self.cluster.is_ready
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served; a request may leave the name out.
+
+        Raises:
+            ModelNotFound: another model.
+        """
+        if name is not None and name != self.model.name:
+            raise ModelNotFound(f"the model {name!r} does not exist", param="model")
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Hold one of the places for requests.
+
+        Raises:
+            Overloaded: none is free.
+            Unavailable: no workers.
+        """
+        if self.num_open_requests >= MAX_OPEN_REQUESTS:
+            raise Overloaded(f"{MAX_OPEN_REQUESTS} requests are open already")
+        if not self.cluster.is_ready:
+            raise Unavailable("no matching pair of a prefill and a decode worker is up")
+        self.num_open_requests += 1
+        try:
+            yield
+        finally:
+            self.num_open_requests -= 1
+
+    async def tokenise(self, num_chars: int, work: Callable[[], _Result]) -> _Result:
+        """Run ``work`` on ``num_chars`` of text, off the event loop when that takes long."""
+        if num_chars <= _MAX_INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend", Frontend)

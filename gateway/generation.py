@@ -1,0 +1,209 @@
+"""The life of one output sequence, over as many attempts as it takes.
+
+    start ──> attempt ── tokens ──> pending ── take() ──> the answer
+                │ ↑                    │ over the limit: the reader is too slow ──> error
+                │ └── another pair, prompt + tokens so far, a new transfer id
+                └── attempts, deadline or workers used up ──> error
+
+It works by callbacks in the event loop: no task, and one wake-up for any number of tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from gateway.attempt import Attempt
+from gateway.cluster import Cluster
+from gateway.errors import SlowReader
+from gateway.request_metrics import RequestMetrics
+from gateway.router import Need
+from mesh import metrics
+from mesh.errors import DeadlineExceeded, Overloaded, PdmeshError, Unavailable
+from mesh.messages import SamplingParams, TokenOutput
+
+MAX_ATTEMPTS = 4
+MAX_PENDING_TOKENS = 2048
+"""Tokens kept for a client that does not read; then its request is dropped."""
+
+RETRY_WAIT_S = 15.0
+"""How long a started request waits for a pair of workers to come back."""
+
+_RETRY_DELAY_S = 0.05
+_POLL_S = 0.1
+
+_logger = logging.getLogger(__name__)
+_RETRIES = metrics.counter(
+    "pdmesh:gateway_retries", "Attempts that failed and were followed by another.", ["code"]
+)
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sequence asks of the cluster."""
+
+    request_id: str
+    """Unique in the cluster: one per sequence, not per HTTP request."""
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline_s: float
+    """In the event loop's time."""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Generation:
+    """Owns the attempts of one sequence; ``close()`` frees everything on the workers."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        request: GenerationRequest,
+        *,
+        request_metrics: RequestMetrics,
+        on_ready: Callable[[], None],
+        on_slow_reader: Callable[[], None],
+    ) -> None:
+        """Prepare; ``start`` sends it.
+
+        Args:
+            cluster: Where to run it.
+            request: What to run.
+            request_metrics: Hears about every token.
+            on_ready: Called when ``take()`` or ``error`` has something new.
+            on_slow_reader: Called once when the reader fell too far behind.
+        """
+        self.request = request
+        self.error: PdmeshError | None = None
+        """Set when the sequence ended without a last token."""
+        self.num_cached_tokens = 0
+        self._cluster = cluster
+        self._metrics = request_metrics
+        self._on_ready = on_ready
+        self._on_slow_reader = on_slow_reader
+        self._loop = asyncio.get_running_loop()
+        self._pending: list[TokenOutput] = []
+        self._num_pending_tokens = 0
+        self._output_ids: list[int] = []
+        self._attempt: Attempt | None = None
+        self._num_attempts = 0
+        self._avoid: set[str] = set()
+        self._ended = False
+        self._give_up_at_s = 0.0
+        self._retry_timer: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Send the first attempt.
+
+        Raises:
+            Unavailable, Overloaded, ContextTooLong: nothing was sent.
+        """
+        self._deadline_timer = self._loop.call_at(self.request.deadline_s, self._expire)
+        try:
+            self._start_attempt()
+        except PdmeshError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop: abort what still runs on the workers. Idempotent."""
+        self._ended = True
+        for timer in (self._retry_timer, self._deadline_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._attempt is not None:
+            self._attempt.abort()
+
+    def take(self) -> list[TokenOutput]:
+        """The outputs since the last call, in order."""
+        taken, self._pending = self._pending, []
+        self._num_pending_tokens = 0
+        return taken
+
+    def on_tokens(self, output: TokenOutput) -> None:
+        """The attempt made the next tokens."""
+        if self._ended:
+            return
+        if output.num_cached_tokens and not self._output_ids:
+            self.num_cached_tokens = min(output.num_cached_tokens, len(self.request.prompt_ids))
+        num_new = len(output.token_ids)
+        self._output_ids += output.token_ids
+        self._pending.append(output)
+        self._num_pending_tokens += num_new
+        self._metrics.on_tokens(num_new)
+        if output.finish_reason is not None:
+            self.close()
+        elif self._num_pending_tokens > MAX_PENDING_TOKENS:
+            self._end(SlowReader("the client reads slower than the answer is made"))
+            self._on_slow_reader()
+            return
+        self._on_ready()
+
+    def on_attempt_failed(self, error: PdmeshError, worker_id: str, retryable: bool) -> None:
+        """The attempt is over without a last token."""
+        if self._ended:
+            return
+        self._attempt = None
+        now_s = self._loop.time()
+        if not retryable or self._num_attempts >= MAX_ATTEMPTS or now_s >= self.request.deadline_s:
+            self._end(error)
+            return
+        _RETRIES.labels(code=error.code).inc()
+        _logger.warning(
+            "retry request=%s attempt=%d worker=%s code=%s %s",
+            self.request.request_id,
+            self._num_attempts,
+            worker_id,
+            error.code,
+            error,
+        )
+        self._avoid.add(worker_id)
+        self._give_up_at_s = min(now_s + RETRY_WAIT_S, self.request.deadline_s)
+        # Not at once: a refusal would answer within this turn, and we would run in circles.
+        delay_s = _RETRY_DELAY_S * self._num_attempts if isinstance(error, Overloaded) else 0.0
+        self._retry_timer = self._loop.call_later(delay_s, self._retry)
+
+    def _retry(self) -> None:
+        if self._ended:
+            return
+        try:
+            self._start_attempt()
+        except (Unavailable, Overloaded) as error:
+            if self._loop.time() + _POLL_S >= self._give_up_at_s:
+                self._end(error)
+            else:
+                self._retry_timer = self._loop.call_later(_POLL_S, self._retry)
+        except PdmeshError as error:
+            self._end(error)
+
+    def _start_attempt(self) -> None:
+        request = self.request
+        token_ids = (*request.prompt_ids, *self._output_ids)
+        total = len(request.prompt_ids) + request.sampling.max_tokens
+        prefill, decode = self._cluster.choose(Need(len(token_ids), total), self._avoid)
+        self._num_attempts += 1
+        attempt = Attempt(
+            self._cluster, self, prefill=prefill, decode=decode, base=len(self._output_ids)
+        )
+        self._attempt = attempt
+        attempt.start(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            num_prompt_tokens=len(request.prompt_ids),
+            sampling=request.sampling,
+            ttl_s=max(0.001, request.deadline_s - self._loop.time()),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+
+    def _expire(self) -> None:
+        if not self._ended:
+            self._end(DeadlineExceeded("the request's deadline passed before it finished"))
+
+    def _end(self, error: PdmeshError) -> None:
+        self.error = error
+        self.close()
+        self._on_ready()

@@ -1,0 +1,77 @@
+"""Entry point of the gateway process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+
+from aiohttp import web
+
+from gateway.app import build_app
+from gateway.cluster import Cluster
+from gateway.frontend import Frontend
+from gateway.served_model import load_served_model
+from mesh.config import GatewayConfig
+from mesh.errors import ConfigError
+from mesh.model_files import resolve_model
+from mesh.registry import ClusterView
+from mesh.service import process_epoch, run_service, setup_logging
+
+_logger = logging.getLogger(__name__)
+
+_SHUTDOWN_S = 5.0
+"""How long running requests may finish after SIGTERM."""
+
+
+def run(config: GatewayConfig) -> None:
+    """Serve the OpenAI-compatible API until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: a field, a model file or the address cannot be used.
+    """
+    config.validate()
+    setup_logging(config.log_level, "gateway")
+    model = load_served_model(resolve_model(config.model), name=config.served_model_name)
+
+    async def serve(stop: asyncio.Event) -> None:
+        cluster = Cluster(
+            gateway_id=config.gateway_id or f"gateway-{uuid.uuid4().hex[:12]}",
+            epoch=process_epoch(),
+            model=model.name,
+        )
+        frontend = Frontend(
+            model=model,
+            cluster=cluster,
+            request_timeout_s=config.request_timeout_s,
+            max_body_bytes=config.max_body_bytes,
+        )
+        view = ClusterView(config.redis_url, on_change=cluster.refresh)
+        runner = build_runner(build_app(frontend, view))
+        await runner.setup()
+        try:
+            await _listen(runner, config)
+            await stop.wait()
+            frontend.is_draining = True
+        finally:
+            await runner.cleanup()
+
+    run_service(serve)
+
+
+def build_runner(app: web.Application) -> web.AppRunner:
+    """The server of ``app``: a client's disconnect cancels its handler, streaming or not."""
+    return web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+    )
+
+
+async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
+    try:
+        await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(f"port: cannot bind {config.host}:{config.port}: {reason}") from error
+    host, port = runner.addresses[0][:2]
+    _logger.info("listening on http://%s:%d", host, port)

@@ -1,0 +1,95 @@
+"""GET endpoints for operators and clients: models, health, readiness, metrics, census."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from gateway.cluster import Cluster, Worker
+from gateway.frontend import FRONTEND, Frontend
+from mesh import metrics
+from mesh.errors import ModelNotFound, Unavailable
+
+_CENSUS_TIMEOUT_S = 1.0
+
+
+def _json(content: Any) -> web.Response:
+    return web.Response(body=orjson.dumps(content), content_type="application/json")
+
+
+def _model(frontend: Frontend) -> dict[str, Any]:
+    return {
+        "id": frontend.model.name,
+        "object": "model",
+        "created": frontend.created,
+        "owned_by": "pdmesh",
+        "max_model_len": frontend.max_model_len,
+    }
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    return _json({"object": "list", "data": [_model(request.app[FRONTEND])]})
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}."""
+    frontend = request.app[FRONTEND]
+    name = request.match_info["id"]
+    if name != frontend.model.name:
+        raise ModelNotFound(f"the model {name!r} does not exist", param="model")
+    return _json(_model(frontend))
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: the process is alive."""
+    return _json({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: a request could be served now, else 503."""
+    frontend = request.app[FRONTEND]
+    if frontend.is_draining:
+        raise Unavailable("the gateway is shutting down")
+    if not frontend.is_ready:
+        raise Unavailable("no matching pair of a prefill and a decode worker is up")
+    return _json({"status": "ready"})
+
+
+async def show_metrics(request: web.Request) -> web.Response:
+    """GET /metrics, for Prometheus."""
+    return web.Response(body=metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+
+async def census(request: web.Request) -> web.Response:
+    """GET /debug/census: every worker's live figures, asked over its link."""
+    cluster = request.app[FRONTEND].cluster
+    workers = sorted(cluster.workers, key=lambda worker: worker.info.worker_id)
+    return _json({"workers": await asyncio.gather(*(_census(cluster, w) for w in workers))})
+
+
+async def _census(cluster: Cluster, worker: Worker) -> dict[str, Any]:
+    reply = await cluster.status(worker, _CENSUS_TIMEOUT_S)
+    info = worker.info if reply is None else reply.info
+    entry: dict[str, Any] = {
+        "id": info.worker_id,
+        "role": info.role,
+        "alive": reply is not None,
+        "epoch": info.epoch,
+        "endpoint": info.endpoint,
+        "http_endpoint": info.http_endpoint,
+        "transport": info.transport,
+        "fingerprint": info.fingerprint,
+        "model": info.model,
+        "max_model_len": info.max_model_len,
+        "block_size": info.block_size,
+        "max_num_seqs": info.max_num_seqs,
+        "attempts_here": len(worker.legs),
+    }
+    if reply is not None:
+        entry |= msgspec.to_builtins(reply.load)
+    return entry

@@ -1,0 +1,127 @@
+"""Server-sent events of a streamed answer, from preformatted bytes.
+
+Every token is one event, also when it adds no visible text, so that clients which time events
+measure the gap between tokens. The last token's event carries ``finish_reason``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import orjson
+
+from gateway.choice import Choice, Delta
+from gateway.errors import error_body
+from gateway.logprobs import CompletionLogprobs, chat_logprobs
+from gateway.tokenizer import Tokenizer
+from mesh.errors import PdmeshError
+
+DONE = b"data: [DONE]\n\n"
+
+
+def error_event(error: PdmeshError) -> bytes:
+    """What a stream ends with when its answer fails after the first byte."""
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+
+
+class Chunks(Protocol):
+    """Formats the events of one stream."""
+
+    def token(self, choice: Choice, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        """The event of one token; ``usage`` so far where the client asked for it every time."""
+        ...
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event with the final usage and no choice."""
+        ...
+
+
+class _Frame:
+    """The parts that all events of a stream share."""
+
+    def __init__(
+        self, *, answer_id: str, kind: str, created: int, model: str, with_usage: bool
+    ) -> None:
+        head = orjson.dumps({"id": answer_id, "object": kind, "created": created, "model": model})
+        self.head = b"data: " + head[:-1] + b',"choices":['
+        # OpenAI: with include_usage every chunk has the field, null but for the last.
+        self.tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+
+    def close(self, usage: dict[str, Any] | None) -> bytes:
+        if usage is None:
+            return self.tail
+        return b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+
+def _after_text(delta: Delta, logprobs: bytes) -> bytes:
+    reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
+    return b',"logprobs":' + logprobs + b',"finish_reason":' + reason + b"}"
+
+
+class ChatChunks:
+    """Events of /v1/chat/completions; the first token of a choice carries the role."""
+
+    def __init__(
+        self, *, answer_id: str, created: int, model: str, with_usage: bool, tokenizer: Tokenizer
+    ) -> None:
+        self._frame = _Frame(
+            answer_id=answer_id,
+            kind="chat.completion.chunk",
+            created=created,
+            model=model,
+            with_usage=with_usage,
+        )
+        self._tokenizer = tokenizer
+        self._heads: dict[int, bytes] = {}
+
+    def token(self, choice: Choice, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        """See ``Chunks``."""
+        head = self._heads.get(choice.index)
+        if head is None:
+            start = self._frame.head + b'{"index":%d,"delta":{' % choice.index
+            self._heads[choice.index] = start + b'"content":'
+            head = start + b'"role":"assistant","content":'
+        logprobs = b"null"
+        if delta.logprobs is not None:
+            content = [chat_logprobs(delta.logprobs, self._tokenizer)]
+            logprobs = orjson.dumps({"content": content, "refusal": None})
+        end = b"}" + _after_text(delta, logprobs)
+        return head + orjson.dumps(delta.text) + end + self._frame.close(usage)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """See ``Chunks``."""
+        return self._frame.head + self._frame.close(usage)
+
+
+class CompletionChunks:
+    """Events of /v1/completions."""
+
+    def __init__(
+        self, *, answer_id: str, created: int, model: str, with_usage: bool, tokenizer: Tokenizer
+    ) -> None:
+        self._frame = _Frame(
+            answer_id=answer_id,
+            kind="text_completion",
+            created=created,
+            model=model,
+            with_usage=with_usage,
+        )
+        self._tokenizer = tokenizer
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def token(self, choice: Choice, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        """See ``Chunks``."""
+        logprobs = b"null"
+        if delta.logprobs is not None:
+            collected = self._logprobs.get(choice.index)
+            if collected is None:
+                collected = self._logprobs[choice.index] = CompletionLogprobs(self._tokenizer)
+            collected.add(delta.logprobs, delta.text)
+            logprobs = orjson.dumps(collected.take())
+        start = self._frame.head + b'{"index":%d,"text":' % choice.index
+        end = _after_text(delta, logprobs) + self._frame.close(usage)
+        return start + orjson.dumps(delta.text) + end
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """See ``Chunks``."""
+        return self._frame.head + self._frame.close(usage)
