@@ -1,1 +1,1 @@
-"""TODO docstring."""
+"""The bandwidth-bound role: KV import, continuous batching, token stream."""

@@ -1,1 +1,1 @@
-"""TODO docstring."""
+"""The inference engine both worker roles share: models, paged KV cache, kernels, scheduling."""

@@ -1,1 +1,1 @@
-"""TODO docstring."""
+"""The compute-bound role: chunked prefill, first token, KV export."""

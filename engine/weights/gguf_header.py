@@ -84,7 +84,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(data).header()
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, OverflowError, struct.error) as error:
         raise ConfigError(f"{path} is not a readable GGUF file: {error}") from error
 
 
@@ -170,7 +170,7 @@ class _Parser:
     def _skip_strings(self, count: int) -> None:
         # The hot loop of opening a model: one turn for each token and each merge of the vocabulary.
         unpack, data, at = _U64.unpack_from, self._data, self._at
-        for _ in range(count):
+        for _ in range(count):  # past the end: struct.error, or OverflowError from 2^63 on
             at += 8 + unpack(data, at)[0]
         self._at = at
         self._advance(0)

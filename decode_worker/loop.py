@@ -1,0 +1,212 @@
+"""The decode worker's hot loop.
+
+A sequence's life here::
+
+    DecodeRequest → WAITING ─ blocks reserved ─▶ WAITING_FOR_KV + OpenTransfer
+                                 │                    ├─ KVCommitted ─▶ RUNNING → … → freed
+                                 │                    └─ KVFailed / Abort ─▶ blocks in quarantine
+                                 │                                            ─ BlocksFreed ─▶ free
+                                 └─ no prefill worker given: RUNNING (prefills here)
+
+Quarantined blocks are remembered by transfer: whichever of KVCommitted and BlocksFreed comes after
+an abort, it means that nobody can write into them any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.engine import Engine, StepResult
+from engine.job import Job, check_fits, failure, make_sequence, token_output
+from engine.sequence import Sequence, SequenceState
+from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
+from engine.worker_snapshot import take_snapshot
+from mesh.errors import DeadlineExceeded, PdmeshError, TransferFailed
+from mesh.messages import (
+    DecodeRequest,
+    LoadSnapshot,
+    PeerRef,
+    PrefillDone,
+    TokenOutput,
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Submit:
+    """Command: a gateway sent a request."""
+
+    request: DecodeRequest
+    gateway_id: str
+
+
+@dataclass(slots=True, frozen=True)
+class KVCommitted:
+    """Command: all granted blocks are in place and nobody writes to them any more."""
+
+    done: PrefillDone
+
+
+@dataclass(slots=True, frozen=True)
+class KVFailed:
+    """Command: the transfer failed; BlocksFreed follows when the blocks are safe."""
+
+    transfer_id: str
+    reason: str
+
+
+@dataclass(slots=True, frozen=True)
+class BlocksFreed:
+    """Command: nobody can write into this failed or cancelled transfer's blocks any more."""
+
+    transfer_id: str
+
+
+@dataclass(slots=True, frozen=True)
+class OpenTransfer:
+    """Event: grant these blocks to the prefill worker."""
+
+    transfer_id: str
+    prefill: PeerRef
+    block_ids: tuple[int, ...]
+    first_index: int
+
+
+Command = Submit | Abort | GatewayLost | KVCommitted | KVFailed | BlocksFreed
+Event = OpenTransfer | CancelTransfer | Tokens | Failed
+
+
+class DecodeLoop:
+    """Implements ``engine.model_thread.Loop``. Owns the jobs; the engine owns blocks and model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._scheduler = engine.scheduler
+        self._jobs: dict[str, Job] = {}
+        self._prefill: dict[str, PeerRef] = {}
+        self._quarantine: dict[str, list[int]] = {}
+        self._events: list[Event] = []
+        self.snapshot: LoadSnapshot = take_snapshot(engine)
+
+    def handle(self, command: Command) -> None:
+        """Apply one command; see ``Loop``."""
+        match command:
+            case Submit():
+                self._submit(command.request, command.gateway_id)
+            case Abort():
+                self._abort(command.transfer_id)
+            case GatewayLost():
+                for transfer_id, job in list(self._jobs.items()):
+                    if job.gateway_id == command.gateway_id:
+                        self._abort(transfer_id)
+            case KVCommitted():
+                self._kv_committed(command.done)
+            case KVFailed():
+                self._kv_failed(command)
+            case BlocksFreed():
+                self._release_quarantine(command.transfer_id)
+
+    def step(self) -> tuple[list[Event], bool]:
+        """Advance every running sequence by one token; see ``Loop``."""
+        worked = False
+        if self._scheduler.has_work:
+            outcome = self._engine.step()
+            worked = bool(outcome.computed)
+            for sequence in outcome.expired:
+                job = self._forget(sequence)
+                error = DeadlineExceeded("the request's deadline passed before it was scheduled")
+                self._fail(job, error)
+            for sequence in outcome.reserved:
+                self._open_transfer(sequence)
+            self._emit(outcome.results)
+        events, self._events = self._events, []
+        self.snapshot = take_snapshot(self._engine)
+        return events, worked
+
+    def _submit(self, request: DecodeRequest, gateway_id: str) -> None:
+        emitted = len(request.token_ids) - request.num_prompt_tokens
+        total = len(request.token_ids) + request.sampling.max_tokens - emitted
+        try:
+            if request.transfer_id in self._jobs or request.transfer_id in self._quarantine:
+                raise PdmeshError(f"transfer id {request.transfer_id} is in use")
+            check_fits(self._engine, request, total)
+        except PdmeshError as error:
+            message = failure(request.request_id, request.transfer_id, error)
+            self._events.append(Failed(gateway_id, message))
+            return
+        sequence = make_sequence(request)
+        self._jobs[request.transfer_id] = Job(sequence, gateway_id)
+        if request.prefill is not None:
+            self._prefill[request.transfer_id] = request.prefill
+        self._scheduler.add(sequence, remote_prefill=request.prefill is not None)
+
+    def _abort(self, transfer_id: str) -> None:
+        job = self._jobs.get(transfer_id)
+        if job is not None:
+            self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        """Forget a live job; a granted sequence's blocks go to quarantine first."""
+        sequence = job.sequence
+        self._forget(sequence)
+        if sequence.state is not SequenceState.WAITING_FOR_KV:
+            self._scheduler.finish(sequence)
+            return
+        self._quarantine[sequence.transfer_id] = self._scheduler.withdraw_granted(sequence)
+        self._events.append(CancelTransfer(sequence.transfer_id))
+
+    def _open_transfer(self, sequence: Sequence) -> None:
+        first_index = sequence.num_cached_tokens // self._scheduler.block_size
+        self._events.append(
+            OpenTransfer(
+                transfer_id=sequence.transfer_id,
+                prefill=self._prefill[sequence.transfer_id],
+                block_ids=tuple(sequence.block_table[first_index:]),
+                first_index=first_index,
+            )
+        )
+
+    def _kv_committed(self, done: PrefillDone) -> None:
+        job = self._jobs.get(done.transfer_id)
+        if job is None:
+            self._release_quarantine(done.transfer_id)
+            return
+        sequence = job.sequence
+        if done.finished:
+            self._forget(sequence)
+            self._scheduler.finish(sequence)
+            return
+        self._scheduler.kv_arrived(sequence)
+        sequence.append(done.first_token_id)
+
+    def _kv_failed(self, command: KVFailed) -> None:
+        job = self._jobs.get(command.transfer_id)
+        if job is None:
+            return
+        self._drop(job)
+        self._fail(job, TransferFailed(f"KV transfer failed: {command.reason}"))
+
+    def _release_quarantine(self, transfer_id: str) -> None:
+        blocks = self._quarantine.pop(transfer_id, None)
+        if blocks is not None:
+            self._scheduler.pool.release_quarantined(blocks)
+
+    def _emit(self, results: list[StepResult]) -> None:
+        outputs: dict[str, list[TokenOutput]] = {}
+        for result in results:
+            sequence = result.sequence
+            job = self._jobs[sequence.transfer_id]
+            outputs.setdefault(job.gateway_id, []).append(token_output(job, result.token))
+            if sequence.finish_reason is not None:
+                self._forget(sequence)
+                self._scheduler.finish(sequence)
+        for gateway_id, batch in outputs.items():
+            self._events.append(Tokens(gateway_id, tuple(batch)))
+
+    def _forget(self, sequence: Sequence) -> Job:
+        self._prefill.pop(sequence.transfer_id, None)
+        return self._jobs.pop(sequence.transfer_id)
+
+    def _fail(self, job: Job, error: PdmeshError) -> None:
+        sequence = job.sequence
+        message = failure(sequence.request_id, sequence.transfer_id, error)
+        self._events.append(Failed(job.gateway_id, message))

@@ -1,0 +1,1 @@
+"""Compute backends: one interface (``base``), one package per kind of device."""

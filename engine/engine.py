@@ -1,0 +1,165 @@
+"""One model on one device: scheduler + block pool + model, advanced by ``step``.
+
+Single-threaded: everything here runs on the worker's model thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.backends.base import Backend, KVCacheSpec
+from engine.batch import build_batch
+from engine.block_pool import BlockPool
+from engine.model_config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.sampler import SampledToken, sample
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.weights import open_model
+from mesh.config import WorkerConfig
+from mesh.errors import ConfigError
+from mesh.messages import PROTOCOL_VERSION
+from mesh.model_files import resolve_model
+
+KV_LAYOUT = "block-layer-kv-head-slot-dim/1"
+_MIB = 1 << 20
+_EWMA_WEIGHT = 0.2
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """A token that a step produced; already appended to its sequence."""
+
+    sequence: Sequence
+    token: SampledToken
+
+
+@dataclass(slots=True, frozen=True)
+class StepOutcome:
+    """Everything a step changed that others must hear of."""
+
+    results: list[StepResult]
+    computed: list[Sequence]
+    """Sequences that had any chunk computed (their finished blocks can be sent)."""
+    reserved: list[Sequence]
+    """Sequences that now hold blocks for KV from a prefill worker."""
+    expired: list[Sequence]
+    """Sequences dropped at their deadline; their blocks are free."""
+
+
+class Engine:
+    """Owns the model, the KV cache and every live sequence of this worker."""
+
+    def __init__(self, config: WorkerConfig, backend: Backend) -> None:
+        """Load the model and allocate the cache.
+
+        Raises:
+            ConfigError: the model or the cache size is unusable; says which number to change.
+        """
+        files = resolve_model(config.model)
+        self.model_config, source = open_model(files)
+        self.max_model_len = _max_model_len(config, self.model_config)
+        with source:
+            self.model = Decoder(self.model_config, source, backend, self.max_model_len)
+            weights_hash = source.content_hash()
+        self.kv_spec = _kv_spec(config, self.model_config)
+        self.kv_cache = backend.allocate_kv_cache(self.kv_spec)
+        self.scheduler = Scheduler(
+            BlockPool(self.kv_spec.num_blocks),
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_batched_tokens,
+        )
+        self.fingerprint = _fingerprint(self.model_config, weights_hash, self.kv_spec)
+        self.step_time_s = 0.0
+        self.tokens_per_s = 0.0
+        self._step_cap = min(self.max_model_len, self.scheduler.max_tokens_per_sequence())
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Prompt plus output tokens that a single request can ever hold here."""
+        return self._step_cap
+
+    @torch.inference_mode()
+    def step(self) -> StepOutcome:
+        """Schedule, compute, sample. Cheap when there is nothing to do."""
+        plan = self.scheduler.schedule()
+        results: list[StepResult] = []
+        if plan.chunks:
+            start_s = time.monotonic()
+            batch = build_batch(plan.chunks, self.scheduler.block_size)
+            sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+            logits = self.model.forward(batch)
+            tokens = sample(logits, sampled) if sampled else []
+            self.scheduler.step_done(plan)
+            for sequence, token in zip(sampled, tokens, strict=True):
+                sequence.append(token.token_id)
+                results.append(StepResult(sequence, token))
+            self._observe(time.monotonic() - start_s, batch.num_tokens)
+        return StepOutcome(
+            results=results,
+            computed=[chunk.sequence for chunk in plan.chunks],
+            reserved=plan.reserved,
+            expired=plan.expired,
+        )
+
+    def warm_up(self) -> None:
+        """Run every kernel once, so that compilation does not hit the first request."""
+        from engine.warm_up import warm_up
+
+        warm_up(self)
+
+    def _observe(self, seconds: float, num_tokens: int) -> None:
+        if self.step_time_s == 0.0:
+            self.step_time_s, self.tokens_per_s = seconds, num_tokens / seconds
+            return
+        self.step_time_s += _EWMA_WEIGHT * (seconds - self.step_time_s)
+        self.tokens_per_s += _EWMA_WEIGHT * (num_tokens / seconds - self.tokens_per_s)
+
+
+def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
+    if config.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is over the model's "
+            f"{model.max_position_embeddings}"
+        )
+    return config.max_model_len or model.max_position_embeddings
+
+
+def _kv_spec(config: WorkerConfig, model: ModelConfig) -> KVCacheSpec:
+    spec = KVCacheSpec(
+        num_blocks=config.kv_blocks or 1,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        block_size=config.block_size,
+        head_dim=model.head_dim,
+        dtype=torch.float32,
+    )
+    if config.kv_blocks:
+        return spec
+    num_blocks = config.kv_memory_mib * _MIB // spec.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"kv_memory_mib {config.kv_memory_mib} holds no block of {spec.block_bytes} bytes"
+        )
+    return KVCacheSpec(
+        num_blocks=num_blocks,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
+    )
+
+
+def _fingerprint(model: ModelConfig, weights_hash: str, spec: KVCacheSpec) -> str:
+    """Hash of everything that must be equal for two workers to exchange KV blocks."""
+    parts: list[object] = [
+        PROTOCOL_VERSION, KV_LAYOUT, model, weights_hash,
+        spec.num_layers, spec.num_kv_heads, spec.block_size, spec.head_dim, spec.dtype,
+    ]  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

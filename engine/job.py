@@ -1,0 +1,88 @@
+"""A sequence together with the gateway that waits for it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from engine.engine import Engine
+from engine.sampler import SampledToken
+from engine.sequence import Sequence
+from mesh.errors import ContextTooLong, PdmeshError
+from mesh.messages import DecodeRequest, PrefillRequest, RequestFailed, TokenOutput
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One leg of one attempt."""
+
+    sequence: Sequence
+    gateway_id: str
+    reported_cached: bool = False
+
+
+def make_sequence(request: PrefillRequest | DecodeRequest) -> Sequence:
+    """Token state for a request that just arrived."""
+    now_s = time.monotonic()
+    return Sequence(
+        request_id=request.request_id,
+        transfer_id=request.transfer_id,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling,
+        deadline_s=now_s + request.ttl_s,
+        arrival_s=now_s,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+def check_fits(engine: Engine, request: PrefillRequest | DecodeRequest, num_tokens: int) -> None:
+    """Refuse what could never run here, or would index outside the vocabulary.
+
+    Raises:
+        ContextTooLong: ``num_tokens`` KV slots are more than this worker can ever give.
+        PdmeshError: the request is malformed (a gateway's bug or another model).
+    """
+    if num_tokens > engine.max_sequence_tokens:
+        raise ContextTooLong(
+            f"the request needs {num_tokens} tokens of KV cache, "
+            f"this worker holds at most {engine.max_sequence_tokens} per request"
+        )
+    vocab_size = engine.model_config.vocab_size
+    tokens = request.token_ids
+    sampling = request.sampling
+    if not tokens or not 0 < request.num_prompt_tokens <= len(tokens):
+        raise PdmeshError("malformed request: no prompt tokens")
+    named = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise PdmeshError("malformed request: token id outside the vocabulary")
+    if named and (min(named) < 0 or max(named) >= vocab_size):
+        raise PdmeshError("malformed request: token id outside the vocabulary")
+
+
+def failure(request_id: str, transfer_id: str, error: PdmeshError) -> RequestFailed:
+    """The message that tells a gateway of an error."""
+    return RequestFailed(
+        request_id=request_id,
+        transfer_id=transfer_id,
+        code=error.code,
+        message=str(error),
+        retryable=error.retryable,
+    )
+
+
+def token_output(job: Job, token: SampledToken) -> TokenOutput:
+    """The message for a token just appended to the job's sequence."""
+    sequence = job.sequence
+    cached = 0 if job.reported_cached else sequence.num_cached_tokens
+    job.reported_cached = True
+    return TokenOutput(
+        request_id=sequence.request_id,
+        transfer_id=sequence.transfer_id,
+        index=sequence.num_output_tokens - 1,
+        token_ids=(token.token_id,),
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=cached,
+        logprobs=(token.logprobs,) if token.logprobs else (),
+    )

@@ -1,0 +1,1 @@
+"""Model definitions: which ops run in which order, independent of the device."""

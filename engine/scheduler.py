@@ -1,0 +1,280 @@
+"""Decides what each step computes. Continuous batching: sequences join and leave at every step.
+
+One rule covers prefill, decode and recompute: a running sequence has ``num_uncomputed_tokens`` to
+compute; decoding ones have exactly one. Decodes are scheduled first, so a long prompt never stalls
+them; prompt chunks take what is left of the token budget. The scheduler never touches tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
+from engine.sequence import Sequence, SequenceState
+
+
+@dataclass(slots=True)
+class ScheduledChunk:
+    """``num_scheduled_tokens`` of one sequence, from its ``num_computed_tokens`` on."""
+
+    sequence: Sequence
+    num_scheduled_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this chunk ends at the sequence's last token, whose logits choose the next."""
+        return self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One scheduling decision."""
+
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    reserved: list[Sequence] = field(default_factory=list)
+    """Sequences that now hold blocks for KV from a prefill worker (state WAITING_FOR_KV)."""
+    expired: list[Sequence] = field(default_factory=list)
+    """Sequences past their deadline; already finished and freed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward computes."""
+        return sum(chunk.num_scheduled_tokens for chunk in self.chunks)
+
+
+class Scheduler:
+    """Owns every live sequence of a worker and the pool's blocks that they hold."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        prefix_caching: bool = True,
+        watermark: float = 0.01,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_batched_tokens = max_batched_tokens
+        self.prefix_cache = PrefixCache(pool, block_size, enabled=prefix_caching)
+        self.num_preemptions = 0
+        self._watermark_blocks = int(watermark * pool.num_blocks)
+        self._clock = clock
+        self._waiting: list[Sequence] = []
+        self._waiting_remote: set[Sequence] = set()
+        self._waiting_for_kv: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
+        self._sending: dict[str, Sequence] = {}
+
+    # ------------------------------------------------------------------ arrivals and departures
+
+    def max_tokens_per_sequence(self) -> int:
+        """Tokens that one sequence can hold when it has the pool to itself."""
+        return self.pool.num_blocks * self.block_size
+
+    def add(self, sequence: Sequence, *, remote_prefill: bool = False) -> None:
+        """Queue a sequence; with ``remote_prefill`` it waits for KV once blocks are reserved."""
+        assert sequence.state is SequenceState.WAITING
+        self._waiting.append(sequence)
+        if remote_prefill:
+            self._waiting_remote.add(sequence)
+
+    def kv_arrived(self, sequence: Sequence) -> None:
+        """All prompt KV of a WAITING_FOR_KV sequence is in its blocks; it may run."""
+        del self._waiting_for_kv[sequence.transfer_id]
+        sequence.num_computed_tokens = sequence.num_tokens
+        self.prefix_cache.publish(sequence)
+        sequence.move(SequenceState.RUNNING)
+        self._running.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a live sequence and free its blocks (they stay cached until evicted)."""
+        self._remove(sequence)
+        self._free_blocks(sequence)
+
+    def withdraw_granted(self, sequence: Sequence) -> list[int]:
+        """Remove a WAITING_FOR_KV sequence whose blocks a peer may still write into.
+
+        Returns:
+            The granted blocks, now in quarantine; the caller releases them through
+            ``pool.release_quarantined``. Blocks that came from the prefix cache were never granted
+            and are freed at once.
+        """
+        assert sequence.state is SequenceState.WAITING_FOR_KV
+        self._remove(sequence)
+        first_granted = sequence.num_cached_tokens // self.block_size
+        granted = sequence.block_table[first_granted:]
+        del sequence.block_table[first_granted:]
+        self.pool.quarantine(granted)
+        self._free_blocks(sequence)
+        return granted
+
+    def hold_for_sending(self, sequence: Sequence) -> None:
+        """Stop computing but keep the blocks, which are being transferred; ``finish`` ends it."""
+        self._running.remove(sequence)
+        sequence.move(SequenceState.SENDING)
+        self._sending[sequence.transfer_id] = sequence
+
+    # ------------------------------------------------------------------ load
+
+    @property
+    def num_running(self) -> int:
+        """Sequences computing or decoding."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences waiting for budget, blocks or KV."""
+        return len(self._waiting) + len(self._waiting_for_kv)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens not computed yet."""
+        waiting = sum(sequence.num_uncomputed_tokens for sequence in self._waiting)
+        return waiting + sum(sequence.num_uncomputed_tokens - 1 for sequence in self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``schedule`` could find something to do."""
+        return bool(self._running or self._waiting)
+
+    def live_sequences(self) -> list[Sequence]:
+        """Every sequence that holds or waits for something."""
+        return [
+            *self._waiting,
+            *self._waiting_for_kv.values(),
+            *self._running,
+            *self._sending.values(),
+        ]
+
+    # ------------------------------------------------------------------ one step
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step; allocates the blocks it needs, preempting when they run out."""
+        plan = StepPlan()
+        self._expire(plan)
+        budget = self.max_batched_tokens
+        budget = self._schedule_running(plan, budget)
+        self._admit_waiting(plan, budget)
+        return plan
+
+    def step_done(self, plan: StepPlan) -> None:
+        """Count the plan's tokens as computed (call before appending sampled tokens)."""
+        for chunk in plan.chunks:
+            chunk.sequence.num_computed_tokens += chunk.num_scheduled_tokens
+            self.prefix_cache.publish(chunk.sequence)
+
+    def _schedule_running(self, plan: StepPlan, budget: int) -> int:
+        self._running.sort(key=_urgency)
+        decoding = [s for s in self._running if s.num_uncomputed_tokens == 1]
+        prefilling = [s for s in self._running if s.num_uncomputed_tokens > 1]
+        for sequence in decoding + prefilling:
+            if budget == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted for a more urgent one in this very step
+            count = min(sequence.num_uncomputed_tokens, budget)
+            if self._grow(sequence, sequence.num_computed_tokens + count, plan):
+                plan.chunks.append(ScheduledChunk(sequence, count))
+                budget -= count
+        return budget
+
+    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+        self._waiting.sort(key=_urgency)
+        for sequence in list(self._waiting):
+            remote = sequence in self._waiting_remote
+            if not remote and budget == 0:
+                continue
+            active = len(self._running) + len(self._waiting_for_kv)
+            if active >= self.max_num_seqs or not self._reserve(sequence):
+                break
+            self._waiting.remove(sequence)
+            if remote:
+                self._waiting_remote.remove(sequence)
+                sequence.move(SequenceState.WAITING_FOR_KV)
+                self._waiting_for_kv[sequence.transfer_id] = sequence
+                plan.reserved.append(sequence)
+            else:
+                sequence.move(SequenceState.RUNNING)
+                self._running.append(sequence)
+                count = min(sequence.num_uncomputed_tokens, budget)
+                plan.chunks.append(ScheduledChunk(sequence, count))
+                budget -= count
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence blocks for all its tokens, cached ones first."""
+        cached = self.prefix_cache.match(sequence)
+        wanted = self._blocks_for(sequence.num_tokens) - len(cached)
+        available = self.pool.num_free - self.pool.num_free_among(cached)
+        alone = not (self._running or self._waiting_for_kv or self._sending)
+        if wanted + (0 if alone else self._watermark_blocks) > available:
+            return False
+        self.pool.acquire(cached)
+        sequence.block_table = cached + self.pool.allocate(wanted)
+        sequence.num_computed_tokens = len(cached) * self.block_size
+        sequence.num_registered_blocks = len(cached)
+        sequence.num_cached_tokens = sequence.num_computed_tokens
+        return True
+
+    def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Extend the block table to hold ``num_tokens``; may preempt others, or this one."""
+        missing = self._blocks_for(num_tokens) - len(sequence.block_table)
+        while missing > self.pool.num_free:
+            victim = max(self._running, key=_urgency)
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        if missing > 0:
+            sequence.block_table += self.pool.allocate(missing)
+        return True
+
+    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
+        """Take all blocks of a running sequence; it recomputes later with the same tokens."""
+        self._running.remove(victim)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not victim]
+        self._free_blocks(victim)
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        victim.move(SequenceState.WAITING)
+        self._waiting.append(victim)
+
+    def _remove(self, sequence: Sequence) -> None:
+        match sequence.state:
+            case SequenceState.WAITING:
+                self._waiting.remove(sequence)
+                self._waiting_remote.discard(sequence)
+            case SequenceState.WAITING_FOR_KV:
+                del self._waiting_for_kv[sequence.transfer_id]
+            case SequenceState.RUNNING:
+                self._running.remove(sequence)
+            case SequenceState.SENDING:
+                del self._sending[sequence.transfer_id]
+        sequence.move(SequenceState.FINISHED)
+
+    def _expire(self, plan: StepPlan) -> None:
+        now = self._clock()
+        for sequence in list(self._waiting):  # what runs is ended by its gateway's abort
+            if sequence.deadline_s <= now:
+                self.finish(sequence)
+                plan.expired.append(sequence)
+
+    def _free_blocks(self, sequence: Sequence) -> None:
+        self.pool.free(reversed(sequence.block_table))
+        sequence.block_table = []
+        sequence.num_registered_blocks = 0
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def _urgency(sequence: Sequence) -> tuple[int, float]:
+    """Sort key: the most urgent first; the last one is the first to be preempted."""
+    return (sequence.priority, sequence.arrival_s)

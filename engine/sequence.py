@@ -1,0 +1,106 @@
+"""A sequence: the engine's token state for one request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from mesh.messages import FinishReason, SamplingParams
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is in its life.
+
+    ::
+
+        WAITING ──schedule──▶ RUNNING ──▶ FINISHED
+           ▲                    │
+           └──────preempt───────┘
+        WAITING ──blocks reserved──▶ WAITING_FOR_KV ──commit──▶ RUNNING    (KV from another worker)
+        RUNNING ──first token──▶ SENDING ──▶ FINISHED   (prefill worker, blocks pinned for transfer)
+        any ──abort──▶ FINISHED
+    """
+
+    WAITING = enum.auto()
+    WAITING_FOR_KV = enum.auto()
+    RUNNING = enum.auto()
+    SENDING = enum.auto()
+    FINISHED = enum.auto()
+
+
+_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset(
+        {SequenceState.RUNNING, SequenceState.WAITING_FOR_KV, SequenceState.FINISHED}
+    ),
+    SequenceState.WAITING_FOR_KV: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset(
+        {SequenceState.WAITING, SequenceState.SENDING, SequenceState.FINISHED}
+    ),
+    SequenceState.SENDING: frozenset({SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Token state of one request on one worker. The block pool owns the blocks; this holds ids."""
+
+    request_id: str
+    transfer_id: str
+    token_ids: list[int]
+    """Prompt and output tokens; grows by one at each sampled token."""
+    num_prompt_tokens: int
+    """The client's prompt; what follows was generated, possibly by an earlier attempt."""
+    sampling: SamplingParams
+    deadline_s: float
+    """``time.monotonic()`` at which the request expires."""
+    arrival_s: float
+    priority: int = 0
+    cache_salt: str = ""
+    state: SequenceState = SequenceState.WAITING
+    block_table: list[int] = field(default_factory=list)
+    """Logical block index → physical block id."""
+    num_computed_tokens: int = 0
+    """Leading tokens whose KV is in the cache."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at first scheduling (reported as usage)."""
+    num_registered_blocks: int = 0
+    """Leading full blocks already published to the prefix cache."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hash chain over full blocks of ``token_ids``; filled lazily by the prefix cache."""
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+
+    def move(self, state: SequenceState) -> None:
+        """Change state.
+
+        Raises:
+            RuntimeError: the transition table has no such edge.
+        """
+        if state not in _TRANSITIONS[self.state]:
+            raise RuntimeError(f"sequence {self.transfer_id}: {self.state.name} → {state.name}")
+        self.state = state
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far, over all attempts."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is not in the cache yet; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token and set ``finish_reason`` if it ends the answer."""
+        self.token_ids.append(token_id)
+        sampling = self.sampling
+        if token_id in sampling.stop_token_ids and self.num_output_tokens > sampling.min_tokens:
+            self.finish_reason = "stop"
+        elif self.num_output_tokens >= sampling.max_tokens:
+            self.finish_reason = "length"

@@ -1,0 +1,39 @@
+"""Compiles and touches every kernel before the first request."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from engine.sequence import Sequence
+from mesh.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+_PROMPT_TOKENS = 40
+"""Past the row count at which kernels switch from serial to parallel."""
+
+
+def warm_up(engine: Engine) -> None:
+    """Run a prompt and two decode steps through the engine, then forget it all."""
+    now_s = time.monotonic()
+    length = min(_PROMPT_TOKENS, engine.max_sequence_tokens - 3)
+    if length < 1:
+        return
+    sequence = Sequence(
+        request_id="warm-up",
+        transfer_id="warm-up",
+        token_ids=[0] * length,
+        num_prompt_tokens=length,
+        sampling=SamplingParams(max_tokens=3, temperature=0.0),
+        deadline_s=now_s + 600.0,
+        arrival_s=now_s,
+        cache_salt="warm-up",
+    )
+    engine.scheduler.add(sequence)
+    while sequence.finish_reason is None:
+        engine.step()
+    engine.scheduler.finish(sequence)
+    engine.scheduler.pool.forget_cached()
+    engine.step_time_s = engine.tokens_per_s = 0.0

@@ -1,0 +1,149 @@
+"""What every worker process has around its hot loop: control socket, registry entry, /metrics.
+
+The host answers StatusRequest by itself; every other message goes to the role's control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from aiohttp import web
+
+from engine.engine import Engine
+from mesh import metrics
+from mesh.config import WorkerConfig
+from mesh.links import WorkerServer
+from mesh.messages import AnyMessage, LoadSnapshot, StatusReply, StatusRequest, WorkerInfo
+from mesh.model_files import resolve_model
+from mesh.registry import Registration
+from mesh.service import HttpServer, metrics_handler, serve_http
+
+_logger = logging.getLogger(__name__)
+
+
+class WorkerHost:
+    """Owns the process's sockets; ``close`` leaves the registry first, then frees the ports."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        *,
+        epoch: int,
+        load: Callable[[], LoadSnapshot],
+        on_message: Callable[[str, AnyMessage], None],
+        on_peer_down: Callable[[str], None],
+    ) -> None:
+        """Prepare; nothing is bound before ``start``.
+
+        Args:
+            config: this worker's configuration.
+            engine: for capacities and the fingerprint.
+            epoch: this start of the worker.
+            load: the current load; called in the event loop, must not block.
+            on_message: (peer id, message) for all but status requests.
+            on_peer_down: a gateway or decode worker vanished.
+        """
+        self._config = config
+        self._engine = engine
+        self._load = load
+        self._on_message = on_message
+        self._epoch = epoch
+        self.server = WorkerServer(
+            bind=f"tcp://{config.host}:{config.control_port}",
+            worker_id=config.worker_id,
+            epoch=epoch,
+            fingerprint=engine.fingerprint,
+            on_message=self._dispatch,
+            on_peer_down=on_peer_down,
+        )
+        self._http: HttpServer | None = None
+        self._registration: Registration | None = None
+        self._info: WorkerInfo | None = None
+
+    async def start(self) -> None:
+        """Bind the sockets and register.
+
+        Raises:
+            ConfigError: a port is taken.
+        """
+        config, engine = self._config, self._engine
+        await self.server.start()
+        self._http = await serve_http(
+            config.host,
+            config.http_port,
+            {"/metrics": self._metrics, "/health": self._health, "/ready": self._health},
+        )
+        self._info = WorkerInfo(
+            worker_id=config.worker_id,
+            role=config.role,
+            epoch=self._epoch,
+            endpoint=config.advertised(self.server.endpoint),
+            http_endpoint=config.advertised(self._http.endpoint),
+            fingerprint=engine.fingerprint,
+            model=config.served_model_name or resolve_model(config.model).name,
+            max_model_len=engine.max_sequence_tokens,
+            block_size=engine.kv_spec.block_size,
+            kv_blocks_total=engine.kv_spec.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            transport=config.transport,
+        )
+        self._registration = Registration(config.redis_url, self._info, self._load)
+        await self._registration.start()
+        _logger.info(
+            "serving role=%s endpoint=%s transport=%s kv_blocks=%d weights=%s weight_mib=%d",
+            config.role, self._info.endpoint, config.transport, self._info.kv_blocks_total,
+            config.weights, engine.model.num_weight_bytes >> 20,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """Leave the registry, then close every socket."""
+        if self._registration is not None:
+            await self._registration.close()
+        if self._http is not None:
+            await self._http.close()
+        await self.server.close()
+
+    def _dispatch(self, peer_id: str, message: AnyMessage) -> None:
+        if isinstance(message, StatusRequest):
+            if self._info is not None:
+                reply = StatusReply(seq=message.seq, info=self._info, load=self._load())
+                self.server.send(peer_id, reply)
+        else:
+            self._on_message(peer_id, message)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        load = self._load()
+        used = load.kv_blocks_total - load.kv_blocks_free
+        metrics.gauge(metrics.NUM_REQUESTS_RUNNING, "Sequences computing.").set(load.running)
+        metrics.gauge(metrics.NUM_REQUESTS_WAITING, "Sequences waiting.").set(load.waiting)
+        metrics.gauge(metrics.KV_CACHE_USAGE, "Share of KV blocks in use, 0 to 1.").set(
+            used / load.kv_blocks_total
+        )
+        metrics.gauge("pdmesh:kv_blocks_quarantined", "Blocks withheld after a transfer.").set(
+            load.kv_blocks_quarantined
+        )
+        metrics.gauge("pdmesh:open_transfers", "KV transfers not ended.").set(load.open_transfers)
+        metrics.gauge("pdmesh:step_time_seconds", "Smoothed engine step time.").set(
+            load.step_time_s
+        )
+        metrics.gauge("pdmesh:preemptions", "Preemptions since start.").set(
+            self._engine.scheduler.num_preemptions
+        )
+        return await metrics_handler(request)
+
+
+async def wait_for_stop(stop: asyncio.Event, crashed: asyncio.Future[None]) -> None:
+    """Return at the stop signal; raise what crashed the model thread."""
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((stopping, crashed), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+    if crashed.done():
+        crashed.result()

@@ -1,0 +1,30 @@
+"""A worker's load as the model thread last saw it; replaced whole, so any thread may read it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.engine import Engine
+from mesh.messages import LoadSnapshot
+
+
+def take_snapshot(engine: Engine) -> LoadSnapshot:
+    """Read the engine's load (call on the model thread; ``open_transfers`` is the caller's)."""
+    scheduler = engine.scheduler
+    pool = scheduler.pool
+    return LoadSnapshot(
+        kv_blocks_total=pool.num_blocks,
+        kv_blocks_free=pool.num_free,
+        kv_blocks_quarantined=pool.num_quarantined,
+        open_transfers=0,
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        queued_tokens=scheduler.num_queued_tokens,
+        step_time_s=engine.step_time_s,
+        tokens_per_s=engine.tokens_per_s,
+    )
+
+
+def with_transfers(snapshot: LoadSnapshot, open_transfers: int, draining: bool) -> LoadSnapshot:
+    """Add what only the control loop knows."""
+    return msgspec.structs.replace(snapshot, open_transfers=open_transfers, draining=draining)

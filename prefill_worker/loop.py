@@ -1,0 +1,186 @@
+"""The prefill worker's hot loop.
+
+A sequence's life here::
+
+    PrefillRequest → WAITING → RUNNING ─ chunk ─▶ SendBlocks …
+                                 └─ last chunk ─▶ FirstToken → SENDING ─ SendEnded ─▶ freed
+
+Blocks stay pinned from the first SendBlocks until the control loop says that no write of them is in
+flight any more (TransferEnded). A sequence never grows here, so it is never preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.engine import Engine, StepResult
+from engine.job import Job, check_fits, failure, make_sequence, token_output
+from engine.sequence import Sequence, SequenceState
+from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
+from engine.worker_snapshot import take_snapshot
+from mesh.errors import DeadlineExceeded, PdmeshError, TransferFailed
+from mesh.messages import LoadSnapshot, PrefillRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Submit:
+    """Command: a gateway sent a request."""
+
+    request: PrefillRequest
+    gateway_id: str
+
+
+@dataclass(slots=True, frozen=True)
+class TransferEnded:
+    """Command: no write of this transfer is in flight, and none will start."""
+
+    transfer_id: str
+    failure: str | None
+    """Why it failed; None after an acknowledged transfer."""
+
+
+@dataclass(slots=True, frozen=True)
+class Expect:
+    """Event: a Grant for this transfer will come from ``decode_worker_id``."""
+
+    transfer_id: str
+    decode_worker_id: str
+    ttl_s: float
+
+
+@dataclass(slots=True, frozen=True)
+class SendBlocks:
+    """Event: these blocks are final; logical block ``first_index + i`` is ``block_ids[i]``."""
+
+    transfer_id: str
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class FinishTransfer:
+    """Event: the prompt is done; what was not submitted will not come."""
+
+    transfer_id: str
+    first_token_id: int
+    finished: bool
+
+
+Command = Submit | Abort | GatewayLost | TransferEnded
+Event = Expect | SendBlocks | FinishTransfer | CancelTransfer | Tokens | Failed
+
+
+class PrefillLoop:
+    """Implements ``engine.model_thread.Loop``. Owns the jobs; the engine owns blocks and model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._scheduler = engine.scheduler
+        self._jobs: dict[str, Job] = {}
+        self._num_submitted: dict[str, int] = {}
+        self._events: list[Event] = []
+        self.snapshot: LoadSnapshot = take_snapshot(engine)
+
+    def handle(self, command: Command) -> None:
+        """Apply one command; see ``Loop``."""
+        match command:
+            case Submit():
+                self._submit(command.request, command.gateway_id)
+            case Abort():
+                self._abort(command.transfer_id)
+            case GatewayLost():
+                for transfer_id, job in list(self._jobs.items()):
+                    if job.gateway_id == command.gateway_id:
+                        self._abort(transfer_id)
+            case TransferEnded():
+                self._transfer_ended(command)
+
+    def step(self) -> tuple[list[Event], bool]:
+        """Compute one chunk batch; see ``Loop``."""
+        worked = False
+        if self._scheduler.has_work:
+            outcome = self._engine.step()
+            worked = bool(outcome.computed)
+            for sequence in outcome.expired:
+                self._drop_expired(sequence)
+            sampled = {result.sequence for result in outcome.results}
+            for sequence in outcome.computed:
+                self._submit_finished_blocks(sequence, prompt_done=sequence in sampled)
+            for result in outcome.results:
+                self._first_token(result)
+        events, self._events = self._events, []
+        self.snapshot = take_snapshot(self._engine)
+        return events, worked
+
+    def _submit(self, request: PrefillRequest, gateway_id: str) -> None:
+        try:
+            if request.transfer_id in self._jobs:
+                raise PdmeshError(f"transfer id {request.transfer_id} is in use")
+            check_fits(self._engine, request, len(request.token_ids))
+        except PdmeshError as error:
+            message = failure(request.request_id, request.transfer_id, error)
+            self._events.append(Failed(gateway_id, message))
+            return
+        sequence = make_sequence(request)
+        self._jobs[request.transfer_id] = Job(sequence, gateway_id)
+        self._num_submitted[request.transfer_id] = 0
+        self._scheduler.add(sequence)
+        self._events.append(Expect(request.transfer_id, request.decode.worker_id, request.ttl_s))
+
+    def _abort(self, transfer_id: str) -> None:
+        job = self._jobs.get(transfer_id)
+        if job is None:
+            return
+        if job.sequence.state is SequenceState.RUNNING:
+            self._scheduler.hold_for_sending(job.sequence)  # its blocks may be on the wire
+        elif job.sequence.state is SequenceState.WAITING:
+            self._scheduler.finish(job.sequence)
+        self._events.append(CancelTransfer(transfer_id))
+
+    def _transfer_ended(self, command: TransferEnded) -> None:
+        job = self._jobs.pop(command.transfer_id, None)
+        if job is None:
+            return
+        del self._num_submitted[command.transfer_id]
+        sequence = job.sequence
+        silent = sequence.state in (SequenceState.SENDING, SequenceState.FINISHED)
+        if sequence.state is not SequenceState.FINISHED:
+            self._scheduler.finish(sequence)
+        if command.failure is not None and not silent:
+            error = TransferFailed(f"KV transfer failed: {command.failure}")
+            message = failure(sequence.request_id, sequence.transfer_id, error)
+            self._events.append(Failed(job.gateway_id, message))
+
+    def _drop_expired(self, sequence: Sequence) -> None:
+        # The scheduler has freed it; the job ends when the sender has let go of the transfer.
+        job = self._jobs.pop(sequence.transfer_id)
+        del self._num_submitted[sequence.transfer_id]
+        error = DeadlineExceeded("the request's deadline passed before it was scheduled")
+        message = failure(sequence.request_id, sequence.transfer_id, error)
+        self._events += [CancelTransfer(sequence.transfer_id), Failed(job.gateway_id, message)]
+
+    def _submit_finished_blocks(self, sequence: Sequence, *, prompt_done: bool) -> None:
+        """Offer the blocks that will not change any more, the last partial one at the end."""
+        if sequence.finish_reason is not None:
+            return  # the answer ended at its first token: nobody needs the KV
+        size = self._scheduler.block_size
+        computed = sequence.num_computed_tokens
+        end = -(-computed // size) if prompt_done else computed // size
+        start = self._num_submitted[sequence.transfer_id]
+        if end > start:
+            blocks = tuple(sequence.block_table[start:end])
+            self._events.append(SendBlocks(sequence.transfer_id, start, blocks))
+            self._num_submitted[sequence.transfer_id] = end
+
+    def _first_token(self, result: StepResult) -> None:
+        sequence = result.sequence
+        job = self._jobs[sequence.transfer_id]
+        self._scheduler.hold_for_sending(sequence)
+        self._events.append(Tokens(job.gateway_id, (token_output(job, result.token),)))
+        self._events.append(
+            FinishTransfer(
+                sequence.transfer_id,
+                first_token_id=result.token.token_id,
+                finished=sequence.finish_reason is not None,
+            )
+        )
