@@ -1,0 +1,98 @@
+"""Life of one incoming transfer on the decode worker.
+
+    OPENING ──grant sent──▶ GRANTED ──all arrived + PrefillDone──▶ COMMITTED     blocks → caller
+       │                       │ │
+       │ abandon               │ └─P's final word (Nack, or a PrefillDone that can't be met)─┐
+       ▼                       │ abandon (failure, lease, caller's cancel)                   │
+    RELEASED ◀─────────────────┼──────────────────────────────────────────────────────────── ┤
+       ▲                       ▼                                                             │
+       │                   CANCELLING ──P's final word (TransferNack or PrefillDone)─────────┘
+       │                       │ no answer within the lease, or P unreachable
+       └──────settled────── FENCED (the agent P could still write through is destroyed)
+
+Blocks are quarantined from GRANTED on and leave it by exactly one of COMMITTED and RELEASED.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvtransfer.lease import Lease
+from kvtransfer.transitions import TransitionTable
+from mesh.messages import PeerRef, PrefillDone
+
+
+class ReceiveState(Enum):
+    """See the drawing above."""
+
+    OPENING = auto()
+    GRANTED = auto()
+    CANCELLING = auto()
+    FENCED = auto()
+    COMMITTED = auto()
+    RELEASED = auto()
+
+
+class ReceiveTrigger(Enum):
+    """What moves an incoming transfer."""
+
+    GRANT_SENT = auto()
+    COMPLETE = auto()
+    ABANDON = auto()
+    FINAL_WORD = auto()
+    FENCE = auto()
+    SETTLE = auto()
+
+
+_S, _T = ReceiveState, ReceiveTrigger
+
+RECEIVE_TRANSITIONS: TransitionTable[ReceiveState, ReceiveTrigger] = TransitionTable(
+    {
+        (_S.OPENING, _T.GRANT_SENT): _S.GRANTED,
+        (_S.OPENING, _T.ABANDON): _S.RELEASED,
+        (_S.GRANTED, _T.COMPLETE): _S.COMMITTED,
+        (_S.GRANTED, _T.ABANDON): _S.CANCELLING,
+        (_S.GRANTED, _T.FINAL_WORD): _S.RELEASED,
+        (_S.GRANTED, _T.FENCE): _S.FENCED,
+        (_S.CANCELLING, _T.FINAL_WORD): _S.RELEASED,
+        (_S.CANCELLING, _T.FENCE): _S.FENCED,
+        (_S.FENCED, _T.SETTLE): _S.RELEASED,
+    }
+)
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One transfer that D granted or is about to."""
+
+    transfer_id: str
+    sender: PeerRef
+    block_ids: tuple[int, ...]
+    first_index: int
+    lease: Lease
+    """OPENING: time to deliver the grant. GRANTED: P's sign of life. CANCELLING: P's answer."""
+    state: ReceiveState = ReceiveState.OPENING
+    arrived: bytearray = field(default_factory=bytearray)
+    """One flag per granted block."""
+    num_arrived: int = 0
+    chunk_seqs: set[int] = field(default_factory=set)
+    done: PrefillDone | None = None
+    settle_at_s: float | None = None
+    """FENCED: when the blocks may be reused; None while the fence is no proof."""
+
+    def __post_init__(self) -> None:
+        self.arrived = bytearray(len(self.block_ids))
+
+    def move(self, trigger: ReceiveTrigger) -> None:
+        """Take one transition; raises IllegalTransition."""
+        self.state = RECEIVE_TRANSITIONS.next(self.state, trigger)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every granted block arrived, in exactly the chunks that P counted."""
+        return (
+            self.done is not None
+            and self.num_arrived == len(self.block_ids)
+            and len(self.chunk_seqs) == self.done.num_chunks
+        )

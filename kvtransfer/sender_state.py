@@ -1,0 +1,102 @@
+"""Life of one outgoing transfer on the prefill worker.
+
+EXPECTED ──Grant──▶ WRITING ──finished, every granted block written──▶ AWAIT_ACK
+   │  │               │ │                                                │  │
+   │  │ answer ended  │ │ fail: cancel, lease, peer                      │  │ ack or lease end
+   │  │ at token 1    │ ▼                                                │  ▼
+   │  └───────────────┼──────────────────────────────────────────────────┼▶ CLOSED
+   │ fail             ▼                                                  │    ▲
+   └────────────▶ DRAINING ◀──────────────cancel by D────────────────────┘    │
+                      └──no write in flight: TransferNack, the final word─────┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvtransfer.lease import Lease
+from kvtransfer.transitions import TransitionTable
+from kvtransfer.transport import Write
+from mesh.messages import Grant, PrefillDone
+
+
+class SendState(Enum):
+    """See the drawing above."""
+
+    EXPECTED = auto()
+    WRITING = auto()
+    AWAIT_ACK = auto()
+    DRAINING = auto()
+    CLOSED = auto()
+
+
+class SendTrigger(Enum):
+    """What moves an outgoing transfer."""
+
+    GRANT = auto()
+    ALL_WRITTEN = auto()
+    NOTHING_TO_SEND = auto()
+    ACK = auto()
+    LEASE_END = auto()
+    FAIL = auto()
+    DRAINED = auto()
+
+
+_S, _T = SendState, SendTrigger
+
+SEND_TRANSITIONS: TransitionTable[SendState, SendTrigger] = TransitionTable(
+    {
+        (_S.EXPECTED, _T.GRANT): _S.WRITING,
+        (_S.EXPECTED, _T.NOTHING_TO_SEND): _S.CLOSED,
+        (_S.EXPECTED, _T.FAIL): _S.DRAINING,
+        (_S.WRITING, _T.ALL_WRITTEN): _S.AWAIT_ACK,
+        (_S.WRITING, _T.NOTHING_TO_SEND): _S.CLOSED,
+        (_S.WRITING, _T.FAIL): _S.DRAINING,
+        (_S.AWAIT_ACK, _T.ACK): _S.CLOSED,
+        (_S.AWAIT_ACK, _T.LEASE_END): _S.CLOSED,
+        (_S.AWAIT_ACK, _T.FAIL): _S.DRAINING,
+        (_S.DRAINING, _T.DRAINED): _S.CLOSED,
+    }
+)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """One chunk on its way."""
+
+    write: Write
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One transfer that P was asked to make."""
+
+    transfer_id: str
+    receiver_id: str
+    lease: Lease
+    """EXPECTED: time for a Grant. WRITING, AWAIT_ACK: D's sign of life. DRAINING: patience."""
+    state: SendState = SendState.EXPECTED
+    grant: Grant | None = None
+    pending: deque[tuple[int, int]] = field(default_factory=deque)
+    """(logical index, local block id), computed and not yet written."""
+    submitted: set[int] = field(default_factory=set)
+    """Logical indices ever submitted."""
+    num_written: int = 0
+    """Granted blocks whose write was started."""
+    next_seq: int = 0
+    in_flight: list[InFlight] = field(default_factory=list)
+    done: PrefillDone | None = None
+    """Set by ``finish``; ``num_chunks`` is filled in when it is sent."""
+    failure: tuple[str, str] | None = None
+    """Code and message, set on the way into DRAINING."""
+
+    def move(self, trigger: SendTrigger) -> None:
+        """Take one transition; raises IllegalTransition."""
+        self.state = SEND_TRANSITIONS.next(self.state, trigger)
+
+    def covers(self, grant: Grant) -> bool:
+        """Whether everything submitted lies below the end of the grant."""
+        return not self.submitted or max(self.submitted) < grant.first_index + len(grant.block_ids)
