@@ -41,8 +41,6 @@ class ChildProcess:
     def __init__(self, spec: ChildSpec, log_dir: Path) -> None:
         self.spec = spec
         self.log_path = log_dir / f"{spec.name}.log"
-        self.started_s = 0.0
-        """``time.monotonic()`` of the last start."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -72,7 +70,6 @@ class ChildProcess:
             OSError: the program cannot be run.
         """
         assert not self.running, f"{self.spec.name} is already running"
-        self.started_s = time.monotonic()
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self.spec.argv,
