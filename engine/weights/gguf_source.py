@@ -16,6 +16,7 @@ import os
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from engine.model_config import ModelConfig
@@ -155,5 +156,6 @@ class GgufSource(WeightSource):
 
 def _half_rotated(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Reorder the rows of each head from pairs ``(2i, 2i + 1)`` to ``(i, i + head_dim / 2)``."""
-    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+    rows = weight.numpy()  # not torch: see ``dequantize``
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return torch.from_numpy(np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -66,8 +67,7 @@ class SafetensorsSource(WeightSource):
             tensor: torch.Tensor = self._shards[file_name].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self._folder / file_name}: {name}: {error}") from error
-        # the tensor lies in the mapped file: always copy
-        return tensor.to(torch.float32, copy=True).contiguous()
+        return _widened(tensor)
 
     def content_hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -99,6 +99,14 @@ class SafetensorsSource(WeightSource):
                 self._shapes[name] = tuple(view.get_shape())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy to float32 out of the mapped file; numpy, for the reason ``dequantize`` gives."""
+    if tensor.dtype == torch.bfloat16:
+        bits = tensor.view(torch.uint16).numpy().astype(np.uint32)
+        return torch.from_numpy((bits << 16).view(np.float32))
+    return torch.from_numpy(tensor.numpy().astype(np.float32, order="C", copy=True))
 
 
 def _files(folder: Path) -> dict[str, set[str] | None]:

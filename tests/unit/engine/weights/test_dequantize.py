@@ -20,7 +20,7 @@ def test_any_bytes(kind: gguf.GGMLQuantizationType) -> None:
     rows = raw.reshape(*_SHAPE[:-1], -1)
     with np.errstate(all="ignore"):  # random scales: infinities and NaN too
         wanted = gguf.quants.dequantize(rows, kind)
-        ours = dequantize(bytearray(raw), int(kind), _SHAPE)
+    ours = dequantize(bytearray(raw), int(kind), _SHAPE)
     assert ours.dtype == torch.float32
     assert ours.shape == _SHAPE
     np.testing.assert_array_equal(ours.numpy(), wanted.reshape(_SHAPE))
