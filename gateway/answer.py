@@ -22,6 +22,9 @@ from gateway.sse import DONE, Chunks, error_event
 from gateway.usage import usage
 from mesh.errors import InvalidRequest, PdmeshError
 
+_MAX_STALL_S = 30.0
+"""A client whose connection takes no more bytes for this long is dropped."""
+
 
 class Prompt(NamedTuple):
     """One prompt of a request."""
@@ -129,7 +132,8 @@ class Answer:
     def _close(self, error: BaseException | None) -> None:
         for choice in self.choices:
             choice.generation.close()
-            if choice.finish_reason is None and not isinstance(error, PdmeshError):
+            failed = choice.generation.error is not None or isinstance(error, PdmeshError)
+            if choice.finish_reason is None and not failed:
                 choice.abandoned()
 
     async def batches(self) -> AsyncIterator[list[tuple[Choice, list[Delta]]]]:
@@ -196,20 +200,35 @@ async def stream_answer(
                     data += chunks.token(choice, delta, so_far)
             if response is None:
                 response = await _open_stream(http_request)
-            await response.write(data)
+            await _write(http_request, response, data)
+        last = DONE
+        if options and options.include_usage:
+            last = chunks.usage(usage(answer.choices, answer.samples_per_prompt)) + DONE
     except PdmeshError as error:
         if response is None:
             raise
         count_failure(error.code)
-        await response.write(error_event(error))
-    else:
-        assert response is not None, "an answer has at least one token"
-        last = DONE
-        if options and options.include_usage:
-            last = chunks.usage(usage(answer.choices, answer.samples_per_prompt)) + DONE
-        await response.write(last)
+        last = error_event(error)
+    assert response is not None, "an answer has at least one token"
+    await _write(http_request, response, last)
     await response.write_eof()
     return response
+
+
+async def _write(
+    http_request: web.Request, response: web.StreamResponse, data: bytes | bytearray
+) -> None:
+    """Write; a client that is behind has ``_MAX_STALL_S`` to make room."""
+    transport = http_request.transport
+    if transport is None or transport.get_write_buffer_size() == 0:
+        await response.write(data)
+        return
+    try:
+        async with asyncio.timeout(_MAX_STALL_S):
+            await response.write(data)
+    except TimeoutError:
+        transport.abort()
+        raise ConnectionResetError("the client does not read") from None
 
 
 async def _open_stream(http_request: web.Request) -> web.StreamResponse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import uuid
@@ -19,6 +18,9 @@ from gateway.request_metrics import count_failure
 from mesh.errors import InvalidRequest, PdmeshError
 
 _logger = logging.getLogger(__name__)
+_CLIENT_GONE = 499
+"""Status, seen by nobody, of a request whose client broke the connection in a write."""
+
 _REQUEST_ID_HEADER = "X-Request-Id"
 _ACCEPTED_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -85,8 +87,7 @@ async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamR
     except web.HTTPException as error:
         return _http_error(error)
     except ConnectionError:
-        # The client is gone in the middle of a write; there is nobody to answer.
-        raise asyncio.CancelledError from None
+        return web.Response(status=_CLIENT_GONE)
     except Exception:
         _logger.exception("request failed path=%s", request.path)
         count_failure(PdmeshError.code)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from gateway.cluster import Cluster, Worker
 from gateway.errors import error_from_code
-from mesh.errors import MessageTooLarge, PdmeshError, ProtocolError, WorkerLost
+from mesh.errors import MessageTooLarge, PdmeshError, ProtocolError, TransferFailed, WorkerLost
 from mesh.messages import (
     AbortRequest,
     DecodeRequest,
@@ -56,8 +56,8 @@ class AttemptOwner(Protocol):
         """The next tokens, in order, without gaps."""
         ...
 
-    def on_attempt_failed(self, error: PdmeshError, worker_id: str, retryable: bool) -> None:
-        """This attempt is over; ``worker_id`` is the one to avoid."""
+    def on_attempt_failed(self, error: PdmeshError, avoid: set[str], retryable: bool) -> None:
+        """This attempt is over; the next one should avoid these workers."""
         ...
 
 
@@ -201,7 +201,10 @@ class Attempt:
             return
         self._end(_State.FAILED)
         self._abort_legs()
-        self._owner.on_attempt_failed(error, worker_id, retryable)
+        avoid = {worker_id}
+        if isinstance(error, TransferFailed):  # either side may be at fault
+            avoid |= {self._prefill.info.worker_id, self._decode.info.worker_id}
+        self._owner.on_attempt_failed(error, avoid, retryable)
 
     def _end(self, state: _State) -> None:
         self._move(state)

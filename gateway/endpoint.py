@@ -10,8 +10,9 @@ from aiohttp import web
 
 from gateway.answer import Answer, Prompt, stream_answer
 from gateway.choice import Delta
-from gateway.errors import PayloadTooLarge
+from gateway.errors import PayloadTooLarge, SlowReader
 from gateway.frontend import FRONTEND, Frontend
+from gateway.request_metrics import count_failure
 from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks
 from gateway.tokenizer import Tokenizer
@@ -112,5 +113,8 @@ async def _read_body(http_request: web.Request, frontend: Frontend) -> bytes:
 
 
 def _break_connection(http_request: web.Request) -> None:
-    if http_request.transport is not None:
-        http_request.transport.abort()
+    """Cancels the handler, which may hang in a write that this client never takes."""
+    transport = http_request.transport
+    if transport is not None and not transport.is_closing():
+        count_failure(SlowReader.code)
+        transport.abort()

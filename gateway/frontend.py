@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gateway.cluster import Cluster
 from gateway.served_model import ServedModel
+from mesh import metrics
 from mesh.errors import ModelNotFound, Overloaded, Unavailable
 
 MAX_OPEN_REQUESTS = 4096
@@ -23,6 +24,8 @@ _MAX_INLINE_CHARS = 4096
 """Longer text is tokenised in a thread; this much takes a few milliseconds."""
 
 _NUM_TOKENIZER_THREADS = 2
+
+_OPEN_REQUESTS = metrics.gauge("pdmesh:gateway_open_requests", "HTTP requests being served.")
 
 _Result = TypeVar("_Result")
 
@@ -85,10 +88,12 @@ class Frontend:
         if not self.cluster.is_ready:
             raise Unavailable("no matching pair of a prefill and a decode worker is up")
         self.num_open_requests += 1
+        _OPEN_REQUESTS.set(self.num_open_requests)
         try:
             yield
         finally:
             self.num_open_requests -= 1
+            _OPEN_REQUESTS.set(self.num_open_requests)
 
     async def tokenise(self, num_chars: int, work: Callable[[], _Result]) -> _Result:
         """Run ``work`` on ``num_chars`` of text, off the event loop when that takes long."""

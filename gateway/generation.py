@@ -142,7 +142,7 @@ class Generation:
             return
         self._on_ready()
 
-    def on_attempt_failed(self, error: PdmeshError, worker_id: str, retryable: bool) -> None:
+    def on_attempt_failed(self, error: PdmeshError, avoid: set[str], retryable: bool) -> None:
         """The attempt is over without a last token."""
         if self._ended:
             return
@@ -153,14 +153,14 @@ class Generation:
             return
         _RETRIES.labels(code=error.code).inc()
         _logger.warning(
-            "retry request=%s attempt=%d worker=%s code=%s %s",
+            "retry request=%s attempt=%d avoid=%s code=%s %s",
             self.request.request_id,
             self._num_attempts,
-            worker_id,
+            ",".join(sorted(avoid)),
             error.code,
             error,
         )
-        self._avoid.add(worker_id)
+        self._avoid |= avoid
         self._give_up_at_s = min(now_s + RETRY_WAIT_S, self.request.deadline_s)
         # Not at once: a refusal would answer within this turn, and we would run in circles.
         delay_s = _RETRY_DELAY_S * self._num_attempts if isinstance(error, Overloaded) else 0.0

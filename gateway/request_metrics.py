@@ -20,7 +20,7 @@ _TPOT = metrics.histogram(
 _E2E = metrics.histogram(
     metrics.E2E_LATENCY, "Arrival to last token.", buckets=metrics.LATENCY_BUCKETS_S
 )
-_PROMPT_TOKENS = metrics.counter(metrics.PROMPT_TOKENS, "Prompt tokens of accepted requests.")
+_PROMPT_TOKENS = metrics.counter(metrics.PROMPT_TOKENS, "Prompt tokens computed or found cached.")
 _GENERATION_TOKENS = metrics.counter(metrics.GENERATION_TOKENS, "Output tokens.")
 _REQUEST_PROMPT_TOKENS = metrics.histogram(
     metrics.REQUEST_PROMPT_TOKENS, "Prompt tokens a request.", buckets=metrics.TOKEN_COUNT_BUCKETS
@@ -37,7 +37,7 @@ _FAILED = metrics.counter("pdmesh:gateway_requests_failed", "Requests that faile
 class RequestMetrics:
     """Clock of one sequence, from arrival to its end."""
 
-    __slots__ = ("_arrived_s", "_first_s", "_last_s", "_num_tokens")
+    __slots__ = ("_arrived_s", "_first_s", "_last_s", "_num_prompt_tokens", "_num_tokens")
 
     def __init__(self, arrived_s: float, num_prompt_tokens: int) -> None:
         """Args: arrived_s: ``time.monotonic()`` when the HTTP request came."""
@@ -45,8 +45,7 @@ class RequestMetrics:
         self._first_s = 0.0
         self._last_s = 0.0
         self._num_tokens = 0
-        _PROMPT_TOKENS.inc(num_prompt_tokens)
-        _REQUEST_PROMPT_TOKENS.observe(num_prompt_tokens)
+        self._num_prompt_tokens = num_prompt_tokens
 
     def on_tokens(self, num_tokens: int) -> None:
         """Output tokens arrived now."""
@@ -56,6 +55,8 @@ class RequestMetrics:
         else:
             self._first_s = now_s
             _TTFT.observe(now_s - self._arrived_s)
+            _PROMPT_TOKENS.inc(self._num_prompt_tokens)
+            _REQUEST_PROMPT_TOKENS.observe(self._num_prompt_tokens)
         self._last_s = now_s
         self._num_tokens += num_tokens
         _GENERATION_TOKENS.inc(num_tokens)

@@ -81,28 +81,24 @@ def choose(candidates: Sequence[Candidate], need: Need, avoid: Collection[str] =
         Overloaded: every decode worker's queue is full.
     """
     serving = [c for c in candidates if c.load is None or not c.load.draining]
-    decodes = [c for c in serving if c.info.role == "decode"]
-    prefills = [
-        c
-        for c in serving
-        if c.info.role == "prefill" and need.num_prompt_tokens <= max_tokens(c.info)
-    ]
-    kinds = {_kind(c) for c in prefills}
-    decodes = [c for c in decodes if _kind(c) in kinds]
+    prefills = [c for c in serving if c.info.role == "prefill"]
+    decodes = _partners([c for c in serving if c.info.role == "decode"], prefills)
     if not decodes:
         raise Unavailable("no matching pair of a prefill and a decode worker is up")
-    fitting = [c for c in decodes if _fits(c, need)]
+    prefills = [c for c in prefills if need.num_prompt_tokens <= max_tokens(c.info)]
+    fitting = [c for c in decodes if need.num_total_tokens <= max_tokens(c.info)]
+    fitting = _partners(fitting, prefills)
     if not fitting:
         longest = max(max_tokens(c.info) for c in decodes)
         raise ContextTooLong(
-            f"{need.num_total_tokens} tokens of prompt and output do not fit any worker "
-            f"(at most {longest})"
+            f"a prompt of {need.num_prompt_tokens} and {need.num_total_tokens} tokens in all do "
+            f"not fit any pair of workers (at most {longest})"
         )
     open_ = [c for c in fitting if not _is_full(c)]
     if not open_:
         raise Overloaded("every decode worker's queue is full")
     decode = min(open_, key=lambda c: (c.info.worker_id in avoid, _decode_cost(c, need)))
-    partners = [c for c in prefills if _kind(c) == _kind(decode)]
+    partners = _partners(prefills, [decode])
     prefill = min(partners, key=lambda c: (c.info.worker_id in avoid, _prefill_cost(c, need)))
     return Pair(prefill.info.worker_id, decode.info.worker_id)
 
@@ -110,8 +106,14 @@ def choose(candidates: Sequence[Candidate], need: Need, avoid: Collection[str] =
 def has_pair(candidates: Sequence[Candidate]) -> bool:
     """Whether any request could be served now."""
     serving = [c for c in candidates if c.load is None or not c.load.draining]
-    kinds = [{_kind(c) for c in serving if c.info.role == role} for role in ("prefill", "decode")]
-    return bool(kinds[0] & kinds[1])
+    prefills = [c for c in serving if c.info.role == "prefill"]
+    return bool(_partners(prefills, [c for c in serving if c.info.role == "decode"]))
+
+
+def _partners(candidates: Sequence[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
+    """Those that can hand KV to, or take it from, one of ``others``."""
+    kinds = {_kind(other) for other in others}
+    return [candidate for candidate in candidates if _kind(candidate) in kinds]
 
 
 def _kind(candidate: Candidate) -> tuple[str, str]:
@@ -121,10 +123,6 @@ def _kind(candidate: Candidate) -> tuple[str, str]:
 def max_tokens(info: WorkerInfo) -> int:
     """Longest sequence that a worker can hold."""
     return min(info.max_model_len, info.kv_blocks_total * info.block_size)
-
-
-def _fits(candidate: Candidate, need: Need) -> bool:
-    return need.num_total_tokens <= max_tokens(candidate.info)
 
 
 def _is_full(candidate: Candidate) -> bool:

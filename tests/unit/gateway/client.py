@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -26,7 +27,7 @@ class Client:
             return response.status, await response.json()
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
-        kind = "data" if isinstance(body, bytes) else "json"
+        kind = "data" if isinstance(body, bytes | io.BytesIO) else "json"
         url = self.cluster.url + path
         async with self.session.post(url, **{kind: body}, **options) as response:
             return response.status, await response.json()

@@ -314,6 +314,11 @@ class ScriptedCluster:
         self.cluster.refresh()
         await wait_until(lambda: all(w.is_up for w in self.cluster.workers))
 
+    async def show_all_registered(self) -> None:
+        """Make all workers known, also those that died."""
+        self.view.show(*self.workers)
+        self.cluster.refresh()
+
     async def close(self) -> None:
         await self.runner.cleanup()
         for worker in self.workers:

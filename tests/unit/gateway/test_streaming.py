@@ -70,6 +70,24 @@ async def test_streamed_text_equals_whole_text(client: Client) -> None:
     assert whole["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("include", [False, True])
+async def test_stop_strings_streamed_and_whole(client: Client, include: bool) -> None:
+    for start in range(len(TEXT)):
+        for size in (1, 2, 3, 7):
+            stop = TEXT[start : start + size]
+            fields = {"stop": ["never", stop], "include_stop_str_in_output": include}
+            expected = TEXT[: TEXT.index(stop) + (len(stop) if include else 0)]
+            chunks = await client.stream_json(COMPLETIONS, **fields)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+            whole = (await client.complete(**fields))["choices"][0]
+            assert (whole["text"], whole["finish_reason"]) == (expected, "stop")
+
+
+async def test_min_tokens_hold_stop_strings_off(client: Client) -> None:
+    body = await client.complete(stop="l", min_tokens=3)
+    assert body["choices"][0]["text"] == "Hello wör"
+
+
 async def test_one_chunk_a_token(client: Client) -> None:
     chunks = await client.stream_json(CHAT, stream_options={"include_usage": True})
     with_choice = [chunk for chunk in chunks if chunk["choices"]]
