@@ -27,6 +27,7 @@ from mesh.errors import ConfigError, PdmeshError, Unavailable
 
 _POLL_INTERVAL_S = 0.1
 _NUM_LOG_LINES = 15
+_INTERRUPTED_EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -61,11 +62,19 @@ def run_up(options: argparse.Namespace) -> int:
     for number in _SIGNALS:
         signal.signal(number, stop)
     progress = Progress()
+    try:
+        _run(options, progress, stop)
+    except _KilledAtOnce:
+        return _INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def _run(options: argparse.Namespace, progress: Progress, stop: _StopSignal) -> None:
     with _run_dir(options.log_dir) as run_dir:
         cluster = LocalCluster(options, run_dir, progress.show)
         try:
             with progress:
-                cluster.start()
+                _start(cluster)
                 _wait_until_ready(cluster, progress, stop, options.start_timeout_s)
             if not stop.received:
                 _tell_how_to_use(cluster, progress, run_dir)
@@ -74,15 +83,17 @@ def run_up(options: argparse.Namespace) -> int:
                 cluster.supervisor.echo_errors()
                 cluster.supervisor.poll()
             progress.show("stopping")
-        except _KilledAtOnce:
-            cluster.supervisor.kill()
-        except OSError as error:
-            raise Unavailable(f"cannot start a process: {error}") from error
         finally:
-            with contextlib.suppress(_KilledAtOnce):
+            if stop.num_received < 2:
                 cluster.stop()
             cluster.supervisor.kill()
-    return 0
+
+
+def _start(cluster: LocalCluster) -> None:
+    try:
+        cluster.start()
+    except OSError as error:
+        raise Unavailable(f"cannot start a process: {error}") from error
 
 
 def _wait_until_ready(
@@ -145,12 +156,14 @@ def _run_dir(log_dir: str) -> Iterator[Path]:
         yield path
         return
     path = Path(tempfile.mkdtemp(prefix="pdmesh-"))
+    keep = False
     try:
         yield path
     except PdmeshError:
-        if any(path.iterdir()):
+        keep = any(path.iterdir())
+        raise
+    finally:
+        if keep:
             print(f"pdmesh up: logs are kept in {path}", file=sys.stderr)
         else:
             shutil.rmtree(path, ignore_errors=True)
-        raise
-    shutil.rmtree(path, ignore_errors=True)

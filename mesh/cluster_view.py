@@ -102,6 +102,9 @@ class ClusterView:
             except REDIS_ERRORS as error:
                 self.redis_up = False
                 self._lost_log.warning("registry lost, routing by the last view: %s", error)
+            except Exception:
+                # A view that stops following would never learn of a new worker: rather try again.
+                _logger.exception("following the registry failed")
             await asyncio.sleep(backoff.next_delay_s())
 
     async def _follow(self, backoff: Backoff) -> None:

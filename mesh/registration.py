@@ -86,6 +86,9 @@ class Registration:
             except REDIS_ERRORS as error:
                 self.redis_up = False
                 self._lost_log.warning("registry lost, serving on: %s", error)
+            except Exception:
+                # A worker that stops registering is lost to the cluster: rather try again.
+                _logger.exception("registration failed")
             await asyncio.sleep(backoff.next_delay_s())
 
     async def _beat_until_lost(self, backoff: Backoff) -> None:

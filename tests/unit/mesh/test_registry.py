@@ -124,6 +124,23 @@ async def test_a_restarted_worker_takes_its_place_over(
             assert ids(view) == [("p0", 6)]
 
 
+async def test_a_failing_load_callback_does_not_end_the_registration(
+    valkey: EmbeddedValkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [load(1), None, load(2)]
+
+    def next_load() -> LoadSnapshot:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer is None:
+            raise RuntimeError("census bug")
+        return answer
+
+    view = ClusterView(valkey.url)
+    async with running(view, Registration(valkey.url, info(), next_load)):
+        await until(lambda: [entry.load for entry in view.workers()] == [load(2)])
+    assert "census bug" in caplog.text
+
+
 async def test_both_sides_survive_the_loss_of_redis(valkey: EmbeddedValkey) -> None:
     view = ClusterView(valkey.url)
     registration = Registration(valkey.url, info(), load)
