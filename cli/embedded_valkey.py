@@ -33,7 +33,7 @@ save ""
 appendonly no
 dir {directory}
 maxmemory {max_memory}
-maxmemory-policy volatile-lru
+maxmemory-policy allkeys-lru
 daemonize no
 loglevel notice
 tcp-backlog 128

@@ -83,14 +83,23 @@ WORKER_ROLE = (*_WORKER_FLAGS, *_MODEL_FLAGS, *_ENGINE_FLAGS, *_LOG_FLAGS)
 UP = (*_GATEWAY_FLAGS, *_MODEL_FLAGS, *_ENGINE_FLAGS, *_REQUEST_FLAGS, *_LOG_FLAGS)
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: Sequence[_Flag]) -> None:
-    """Add ``flags`` and --redis; the defaults shown are the configurations' own."""
+def add_flags(
+    parser: argparse.ArgumentParser, flags: Sequence[_Flag], *, redis_else: str = ""
+) -> None:
+    """Add ``flags`` and --redis; the defaults shown are the configurations' own.
+
+    Args:
+        parser: of one command.
+        flags: one of the tables above.
+        redis_else: what happens without any Redis URL; empty: the command fails.
+    """
     parser.add_argument(
         "--redis",
         dest="redis_url",
         metavar="URL",
         default=os.environ.get(REDIS_URL_VARIABLE, ""),
-        help=f"redis://[:password@]host:port/db of the registry (default: ${REDIS_URL_VARIABLE})",
+        help=f"redis://[:password@]host:port/db of the registry (default: ${REDIS_URL_VARIABLE}"
+        + (f", else {redis_else})" if redis_else else ")"),
     )
     for flag in flags:
         default = _defaults().get(flag.field)

@@ -27,6 +27,7 @@ _REDIS_CONNECT_TIMEOUT_S = 3.0
 _STOP_TIMEOUT_S = 6.0
 """A gateway lets running requests finish for 5 s."""
 
+_WORKER_HOST = "127.0.0.1"
 _ANY_URL = "redis://127.0.0.1:1"
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -58,9 +59,11 @@ class LocalCluster:
         self.gateway_config = msgspec.structs.replace(gateway, port=port)
         # On a shared registry, other hosts have a prefill-0 too.
         prefix = f"{_host_id()}-" if self._redis_url else ""
+        # --host is where clients come in; what the workers bind is for this machine only.
+        local = argparse.Namespace(**{**vars(options), "host": _WORKER_HOST})
         counts = {"prefill": options.prefill, "decode": options.decode}
         self.worker_configs = [
-            worker_config(options, role, f"{prefix}{role}-{i}")
+            worker_config(local, role, f"{prefix}{role}-{i}")
             for role in ROLES
             for i in range(counts[role])
         ]

@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     up = _add(commands, "up", "start a whole cluster on this machine, until Ctrl-C")
-    flags.add_flags(up, flags.UP)
+    flags.add_flags(up, flags.UP, redis_else="an embedded Valkey")
     up.add_argument(
         "--prefill", type=_count, default=1, metavar="N", help="prefill workers (default: 1)"
     )

@@ -1,0 +1,52 @@
+"""What ``up`` makes of its flags, before any process is started."""
+
+from pathlib import Path
+
+import pytest
+
+from cli.embedded_valkey import EmbeddedValkey
+from cli.flags import REDIS_URL_VARIABLE
+from cli.local_cluster import LocalCluster
+from cli.main import build_parser
+
+
+def cluster(tmp_path: Path, *arguments: str) -> LocalCluster:
+    options = build_parser().parse_args(["up", "--port", "0", *arguments])
+    return LocalCluster(options, tmp_path, print)
+
+
+@pytest.fixture(autouse=True)
+def _no_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(REDIS_URL_VARIABLE, raising=False)
+
+
+def test_workers_get_the_flags_and_ids_in_order(tmp_path: Path) -> None:
+    made = cluster(tmp_path, "--prefill", "2", "--decode", "3", "--kv-blocks", "77")
+    assert [config.worker_id for config in made.worker_configs] == [
+        *("prefill-0", "prefill-1"),
+        *("decode-0", "decode-1", "decode-2"),
+    ]
+    assert {config.kv_blocks for config in made.worker_configs} == {77}
+
+
+def test_an_open_gateway_does_not_open_the_workers(tmp_path: Path) -> None:
+    made = cluster(tmp_path, "--host", "0.0.0.0")
+    assert made.gateway_config.host == "0.0.0.0"
+    assert {config.host for config in made.worker_configs} == {"127.0.0.1"}
+    assert made.url == f"http://127.0.0.1:{made.gateway_config.port}"
+
+
+def test_port_0_becomes_a_real_port(tmp_path: Path) -> None:
+    assert cluster(tmp_path).gateway_config.port > 0
+
+
+def test_ids_are_unique_on_a_shared_registry(tmp_path: Path) -> None:
+    server = EmbeddedValkey(tmp_path)
+    server.start()
+    try:
+        first, second = (cluster(tmp_path, "--redis", server.url) for _ in range(2))
+    finally:
+        server.stop()
+    ids = [config.worker_id for made in (first, second) for config in made.worker_configs]
+    assert len(set(ids)) == 4
+    assert all(worker_id.endswith(("-prefill-0", "-decode-0")) for worker_id in ids)
