@@ -58,14 +58,14 @@ _REQUEST_FLAGS = (
     _Flag("max_body_bytes", int, "BYTES", "largest accepted HTTP body"),
 )
 _ENGINE_FLAGS = (
-    _Flag("weights", str, "KIND", "linear weights: fp32, or int8 per output channel", WEIGHTS),
+    _Flag("weights", str, "KIND", "how weights are held in memory", WEIGHTS),
     _Flag("kv_memory_mib", int, "MIB", "KV pool of one worker, in MiB"),
     _Flag("kv_blocks", int, "BLOCKS", "KV pool of one worker, in blocks; 0: by --kv-memory-mib"),
     _Flag("block_size", int, "TOKENS", "token slots per KV block, a power of two"),
     _Flag("max_num_seqs", int, "SEQUENCES", "most sequences in one step"),
     _Flag("max_batched_tokens", int, "TOKENS", "most tokens computed in one step"),
     _Flag("max_model_len", int, "TOKENS", "longest sequence; 0: the model's limit"),
-    _Flag("transport", str, "NAME", "data plane of KV blocks: ucx or tcp", TRANSPORTS[:2]),
+    _Flag("transport", str, "NAME", "data plane of KV blocks", TRANSPORTS[:2]),
     _Flag("threads", int, "THREADS", "compute threads of one worker; 0: automatic"),
     _Flag("lease_s", float, "SECONDS", "how long a transfer lives without a sign of life"),
 )
@@ -103,6 +103,7 @@ def add_flags(
     )
     for flag in flags:
         default = _defaults().get(flag.field)
+        choices = f": {', '.join(flag.choices)}" if flag.choices else ""
         shown = "" if default in ("", None) or "default" in flag.help else f" (default: {default})"
         parser.add_argument(
             flag.name,
@@ -111,7 +112,7 @@ def add_flags(
             metavar=flag.metavar,
             choices=flag.choices,
             default=default,
-            help=flag.help + shown,
+            help=flag.help + choices + shown,
         )
 
 
