@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.router import MAX_WAITING_PER_SEQ, Candidate, Need, Unseen, choose, has_pair
@@ -79,6 +79,7 @@ workers = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(workers, st.integers(1, 200), st.integers(0, 100))
 def test_a_chosen_pair_can_serve_the_request(
     candidates: list[Candidate], num_prompt: int, num_output: int
@@ -99,6 +100,7 @@ def test_a_chosen_pair_can_serve_the_request(
         assert worker.load is None or not worker.load.draining
 
 
+@settings(deadline=None)
 @given(workers, st.sets(st.integers(0, 7)))
 def test_avoided_workers_are_taken_only_where_nothing_else_is_left(
     candidates: list[Candidate], avoided: set[int]
@@ -117,6 +119,7 @@ def test_avoided_workers_are_taken_only_where_nothing_else_is_left(
         pytest.fail(f"{others} was free")
 
 
+@settings(deadline=None)
 @given(st.permutations(range(4)), st.lists(st.integers(0, 900), min_size=4, max_size=4))
 def test_the_emptiest_decode_worker_wins(order: list[int], free: list[int]) -> None:
     decodes = [candidate(f"d{i}", "decode", free=free[i]) for i in order]
@@ -161,6 +164,18 @@ def test_own_requests_spread_between_two_snapshots() -> None:
         ]
         unseen[choose([*decodes, candidate("p", "prefill")], NEED).decode_id] += 1
     assert set(unseen.values()) == {10}
+
+
+def test_avoided_workers_lose_to_loaded_ones() -> None:
+    candidates = [
+        candidate("p0", "prefill"),
+        candidate("p1", "prefill", queued_tokens=5000),
+        candidate("d0", "decode"),
+        candidate("d1", "decode", free=10, running=8, waiting=3),
+    ]
+    assert choose(candidates, NEED) == ("p0", "d0")
+    assert choose(candidates, NEED, {"p0", "d0"}) == ("p1", "d1")
+    assert choose(candidates, NEED, {"p0", "p1", "d0", "d1"}) == ("p0", "d0")
 
 
 def test_refusals() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.detokenizer import Detokenizer
@@ -23,6 +23,7 @@ def cut(data: bytes, sizes: list[int]) -> list[bytes]:
 sizes = st.lists(st.integers(0, 4), max_size=60)
 
 
+@settings(deadline=None)
 @given(st.text(), sizes)
 def test_text_survives_any_cut(text: str, sizes: list[int]) -> None:
     pieces = cut(text.encode(), sizes)
@@ -33,6 +34,7 @@ def test_text_survives_any_cut(text: str, sizes: list[int]) -> None:
     assert "".join(parts) + detokenizer.finish() == text
 
 
+@settings(deadline=None)
 @given(st.binary(), sizes)
 def test_any_bytes_equal_the_decoded_whole(data: bytes, sizes: list[int]) -> None:
     pieces = cut(data, sizes)
@@ -41,6 +43,7 @@ def test_any_bytes_equal_the_decoded_whole(data: bytes, sizes: list[int]) -> Non
     assert "".join(parts) + detokenizer.finish() == data.decode("utf-8", "replace")
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 49151), max_size=40))
 def test_random_tokens_equal_the_library(model: ServedModel, ids: list[int]) -> None:
     library: tokenizers.Tokenizer = model.tokenizer._inner
@@ -77,6 +80,7 @@ small = st.text("ab\n", max_size=30)
 stop_lists = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
+@settings(deadline=None)
 @given(small, stop_lists, sizes)
 def test_stop_strings_do_not_depend_on_the_cut(
     text: str, stops: list[str], sizes: list[int]
@@ -93,6 +97,7 @@ def test_stop_strings_do_not_depend_on_the_cut(
     assert (shown, stopped) == reference(text, stops)
 
 
+@settings(deadline=None)
 @given(small, stop_lists, sizes)
 def test_shown_text_is_never_taken_back(text: str, stops: list[str], sizes: list[int]) -> None:
     final, _ = reference(text, stops)
