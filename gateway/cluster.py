@@ -20,7 +20,7 @@ from gateway import router
 from mesh import metrics
 from mesh.backoff import Backoff
 from mesh.cluster_view import WorkerEntry
-from mesh.errors import PdmeshError, Unavailable, WorkerLost
+from mesh.errors import PdmeshError, WorkerLost
 from mesh.links import WorkerLink
 from mesh.messages import (
     AnyMessage,
@@ -323,6 +323,3 @@ class Cluster:
                 leg.on_lost(worker.info.worker_id, lost)
 
         return on_down
-
-
-__all__ = ["Cluster", "Leg", "Unavailable", "Worker", "WorkerSource"]
