@@ -16,12 +16,12 @@ from mesh.errors import ConfigError
 from mesh.messages import Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-Weights = Literal["fp32", "int8"]
+Weights = Literal["fp32", "int8", "int4"]
 TransportName = Literal["ucx", "tcp", "inproc"]
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
-WEIGHTS: tuple[Weights, ...] = ("fp32", "int8")
+WEIGHTS: tuple[Weights, ...] = ("fp32", "int8", "int4")
 TRANSPORTS: tuple[TransportName, ...] = ("ucx", "tcp", "inproc")
 
 _ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -88,7 +88,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int = 0
     """TCP port of /metrics and /health; 0 takes any free one."""
     weights: Weights = "int8"
-    """Linear layers' weights: ``fp32``, or ``int8`` per output channel."""
+    """Weights in memory: ``fp32``, or ``int8`` / ``int4`` in groups of 32 (embedding: 8 bits)."""
     kv_blocks: int = 0
     """KV pool size in blocks; 0: as many as ``kv_memory_mib`` holds."""
     kv_memory_mib: int = 1024

@@ -33,6 +33,7 @@ class Embedding(Protocol):
     """Token embedding rows, stored in the device's form."""
 
     num_bytes: int
+    """Memory that it does not share with the output head."""
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 → [T, H]."""
@@ -69,8 +70,10 @@ class Backend(Protocol):
         """Take a [out, in] float32 weight over into the device's stored form."""
         ...
 
-    def embedding(self, weight: torch.Tensor) -> Embedding:
-        """Take a [V, H] float32 table over."""
+    def embedding_and_head(
+        self, embedding: torch.Tensor, head: torch.Tensor | None
+    ) -> tuple[Embedding, Linear]:
+        """Take the [V, H] float32 tables over; without ``head`` both share one stored form."""
         ...
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> torch.Tensor:

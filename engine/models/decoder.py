@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.backends.base import Backend, Embedding, Linear
+from engine.backends.base import Backend, Linear
 from engine.batch import BatchInputs
 from engine.model_config import ModelConfig, inv_freq
 from engine.weights import WeightSource
@@ -77,10 +77,10 @@ class Decoder:
             frequencies, factor = inv_freq(config, layer_type)
             angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
             tables[layer_type] = RopeTable(angles.cos() * factor, angles.sin() * factor)
-        embed_weight = source.get("model.embed_tokens.weight")
-        self._embed: Embedding = backend.embedding(embed_weight)
-        head = embed_weight if config.tie_word_embeddings else source.get("lm_head.weight")
-        self._head = backend.linear(head)
+        self._embed, self._head = backend.embedding_and_head(
+            source.get("model.embed_tokens.weight"),
+            None if config.tie_word_embeddings else source.get("lm_head.weight"),
+        )
         self._norm = source.get("model.norm.weight")
         self._layers = [
             self._load_layer(source, index, tables[config.layer_types[index]])

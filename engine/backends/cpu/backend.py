@@ -14,10 +14,12 @@ import torch
 from engine.backends.base import Embedding, KVCacheSpec, Linear
 from engine.backends.cpu import elementwise
 from engine.backends.cpu.attention import AttentionTiles, paged_attention_kernel, plan_tiles
-from engine.backends.cpu.linear import Float32Embedding, Float32Linear, Int8Linear
+from engine.backends.cpu.float32_linear import Float32Embedding, Float32Linear
+from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLinear, pack
 from engine.batch import BatchInputs
 
-WeightScheme = Literal["fp32", "int8"]
+WeightScheme = Literal["fp32", "int8", "int4"]
+_BITS = {"int8": 8, "int4": 4}
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,11 +47,24 @@ class CpuBackend:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Take a [out, in] float32 weight over, quantised if the scheme says so."""
-        return Int8Linear(weight, bias) if self._weights == "int8" else Float32Linear(weight, bias)
+        if self._weights == "fp32":
+            return Float32Linear(weight, bias)
+        return QuantizedLinear(weight, bias, _BITS[self._weights])
 
-    def embedding(self, weight: torch.Tensor) -> Embedding:
-        """Take a [V, H] float32 table over."""
-        return Float32Embedding(weight)
+    def embedding_and_head(
+        self, embedding: torch.Tensor, head: torch.Tensor | None
+    ) -> tuple[Embedding, Linear]:
+        """Take the [V, H] float32 tables over: 8 bits in both quantised schemes.
+
+        The logits' precision matters most, and at 4 bits the head saves little next to the layers.
+        """
+        tied = head is None
+        head = embedding if head is None else head
+        if self._weights == "fp32":
+            return Float32Embedding(embedding, shared=tied), Float32Linear(head, None)
+        linear = QuantizedLinear(head, None, 8)
+        packed = linear.packed if tied else pack(embedding, 8)
+        return QuantizedEmbedding(packed, embedding.shape[1], shared=tied), linear
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> torch.Tensor:
         """Allocate the cache (float32); pages are touched on first use only."""

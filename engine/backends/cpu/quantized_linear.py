@@ -1,0 +1,199 @@
+"""Linear layers with int8 or int4 weights, quantised in groups of 32 along the input dimension.
+
+Activations are quantised to int8 in the same groups, per row: a row's result never depends on what
+else is in the batch, and an outlier costs precision only within its own group (Dettmers et al.,
+arXiv:2208.07339, for why that matters; the format is that of GGUF's Q4_1 and Q8_1).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.backends.cpu.quantized_tile import COLUMNS, GROUP, chunk_bytes, quantized_tile
+
+SERIAL_ROWS = 8
+"""Below this many rows, waking the other threads to quantise them costs more than it saves."""
+
+
+def pack(weight: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
+    """Quantise [N, K] float32 into the tile's chunks, uint8 [ceil(N / 16), K / 32, chunk bytes].
+
+    Each group of 32 is mapped to codes ``0 … 2^bits - 1`` between its minimum and maximum.
+    """
+    out_features, in_features = weight.shape
+    if in_features % GROUP:
+        raise ValueError(f"input size {in_features} is not a multiple of {GROUP}")
+    padded = -(-out_features // COLUMNS) * COLUMNS
+    if padded != out_features:
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, padded - out_features))
+    groups = weight.view(padded, in_features // GROUP, GROUP)
+    low, high = torch.aminmax(groups, dim=2)
+    scale = ((high - low) / (2**bits - 1)).to(torch.float16)
+    minimum = low.to(torch.float16)
+    wide_scale = scale.float().clamp_min(1e-12)[:, :, None]
+    codes = ((groups - minimum.float()[:, :, None]) / wide_scale).round_()
+    codes = codes.clamp_(0, 2**bits - 1).to(torch.uint8)
+    blocks = padded // COLUMNS
+    num_groups = in_features // GROUP
+
+    def by_block(values: torch.Tensor) -> npt.NDArray[np.uint8]:
+        ordered = values.view(blocks, COLUMNS, num_groups).transpose(1, 2).contiguous()
+        return ordered.view(torch.uint8).view(blocks, num_groups, 2 * COLUMNS).numpy()
+
+    vectors = codes.view(blocks, COLUMNS, num_groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    vectors = vectors.reshape(blocks, num_groups, GROUP // 4, 64)
+    if bits == 4:
+        half = GROUP // 8
+        vectors = vectors[:, :, :half] | (vectors[:, :, half:] << 4)
+    packed = np.empty((blocks, num_groups, chunk_bytes(bits)), np.uint8)
+    packed[:, :, : 2 * COLUMNS] = by_block(scale)
+    packed[:, :, 2 * COLUMNS : 4 * COLUMNS] = by_block(minimum)
+    packed[:, :, 4 * COLUMNS :] = vectors.reshape(blocks, num_groups, -1).numpy()
+    return packed
+
+
+@numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False)
+def quantize_row(x: Any, codes: Any, scales: Any, sums: Any) -> None:
+    """One activation row [K] → int8 codes [K], per-group scale [K / 32] and ``scale * Σ codes``."""
+    for group in range(scales.shape[0]):
+        base = group * GROUP
+        largest = np.float32(0.0)
+        for i in range(GROUP):
+            largest = max(largest, abs(x[base + i]))
+        inverse = np.float32(127.0) / max(largest, np.float32(1e-30))
+        total = np.int32(0)
+        for i in range(GROUP):
+            value = x[base + i] * inverse
+            code = np.int32(value + (np.float32(0.5) if value >= 0 else np.float32(-0.5)))
+            codes[base + i] = np.int8(code)
+            total += code
+        scale = largest * np.float32(1.0 / 127.0)
+        scales[group] = scale
+        sums[group] = scale * np.float32(total)
+
+
+@lru_cache
+def _matmul_kernel(bits: int) -> Any:
+    """Compile ``out = x @ dequantised(packed).T`` for one code width.
+
+    Threads split the columns: each keeps 16 columns' weights in its L1 cache for all rows.
+    """
+    BITS = bits
+    CHUNK = chunk_bytes(bits)
+
+    @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
+    def matmul(
+        x: Any, packed: Any, codes: Any, scales: Any, sums: Any, out: Any, threads: Any
+    ) -> None:
+        rows = x.shape[0]
+        blocks = packed.shape[0]
+        groups = packed.shape[1]
+        if rows < SERIAL_ROWS:
+            for r in range(rows):
+                quantize_row(x[r], codes[r], scales[r], sums[r])
+        else:
+            for r in numba.prange(rows):
+                quantize_row(x[r], codes[r], scales[r], sums[r])
+        a_row = codes.shape[1]
+        s_row = scales.shape[1] * 4
+        c_row = out.shape[1] * 4
+        for thread in numba.prange(threads):
+            first = blocks * thread // threads
+            last = blocks * (thread + 1) // threads
+            for block in range(first, last):
+                a = codes.ctypes.data
+                sa = scales.ctypes.data
+                sum_a = sums.ctypes.data
+                w = packed.ctypes.data + block * groups * CHUNK
+                c = out.ctypes.data + block * COLUMNS * 4
+                left = rows
+                while left > 0:
+                    if left >= 12:
+                        quantized_tile(12, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
+                        done = 12
+                    elif left >= 8:
+                        quantized_tile(8, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
+                        done = 8
+                    elif left >= 4:
+                        quantized_tile(4, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
+                        done = 4
+                    elif left >= 2:
+                        quantized_tile(2, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
+                        done = 2
+                    else:
+                        quantized_tile(1, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
+                        done = 1
+                    left -= done
+                    a += done * a_row
+                    sa += done * s_row
+                    sum_a += done * s_row
+                    c += done * c_row
+
+    return matmul
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False)
+def _dequantize_rows(packed: Any, scales: Any, token_ids: Any, out: Any) -> None:
+    """out[t] = row ``token_ids[t]`` of an 8-bit packed matrix; ``scales`` are its fp16 headers."""
+    groups = packed.shape[1]
+    for t in range(token_ids.shape[0]):
+        block = token_ids[t] // COLUMNS
+        column = token_ids[t] % COLUMNS
+        for group in range(groups):
+            scale = np.float32(scales[block, group, column])
+            minimum = np.float32(scales[block, group, COLUMNS + column])
+            for i in range(GROUP):
+                at = 4 * COLUMNS + (i // 4) * 64 + column * 4 + i % 4
+                out[t, group * GROUP + i] = packed[block, group, at] * scale + minimum
+
+
+class QuantizedLinear:
+    """``x @ weight.T + bias`` with weights of 8 or 4 bits; keeps no other copy of them."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> None:
+        """Quantise [out, in] float32.
+
+        Raises:
+            ValueError: the input size is not a multiple of 32.
+        """
+        self._out_features, self._in_features = weight.shape
+        self.packed = pack(weight, bits)
+        self._bias = bias
+        self._kernel = _matmul_kernel(bits)
+        self.num_bytes = self.packed.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] → [T, out] float32."""
+        rows, groups = x.shape[0], self._in_features // GROUP
+        codes = np.empty((rows, self._in_features), np.int8)
+        scales = np.empty((2, rows, groups), np.float32)
+        out = torch.empty(rows, self.packed.shape[0] * COLUMNS)
+        self._kernel(
+            x.numpy(), self.packed, codes, scales[0], scales[1], out.numpy(),
+            numba.get_num_threads(),
+        )  # fmt: skip
+        if out.shape[1] != self._out_features:
+            out = out[:, : self._out_features].contiguous()
+        return out if self._bias is None else out.add_(self._bias)
+
+
+class QuantizedEmbedding:
+    """Rows of an 8-bit packed table, which a tied output head can share."""
+
+    def __init__(self, packed: npt.NDArray[np.uint8], hidden_size: int, *, shared: bool) -> None:
+        self._packed = packed
+        self._headers = packed[:, :, : 4 * COLUMNS].view(np.float16).astype(np.float32)
+        self._hidden_size = hidden_size
+        self.num_bytes = self._headers.nbytes + (0 if shared else packed.nbytes)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] int64 → [T, H] float32, freshly allocated (it becomes the residual stream)."""
+        out = torch.empty(len(token_ids), self._hidden_size)
+        _dequantize_rows(self._packed, self._headers, token_ids.numpy(), out.numpy())
+        return out
