@@ -2,9 +2,10 @@
 
     C[r, n] = Σ_g  sa[r, g] sw[g, n] · Σ_k a[r, k] q[k, n]  +  sum_a[r, g] m[g, n]
 
-for 16 columns n, R rows r and groups g of 32 consecutive k. A weight is ``q * sw + m`` with unsigned q (8 or 4 bits); an
-activation is ``a * sa`` with signed 8-bit a; ``sum_a`` is ``sa * Σ a`` of the group. The integer sums are exact, so results do not depend on R or on the machine's
-instruction set, up to the order of float additions, which is fixed here.
+for 16 columns n, R rows r and groups g of 32 consecutive k. A weight is ``q * sw + m`` with
+unsigned q (8 or 4 bits); an activation is ``a * sa`` with signed 8-bit a; ``sum_a`` is ``sa * Σ a``
+of the group. The integer sums are exact and the order of the float additions is fixed, so a row's
+result depends neither on R nor on the machine's instruction set.
 
 Weights of 16 columns lie contiguously, one chunk per group, as they are read::
 
