@@ -40,10 +40,24 @@ class HeldGrants:
             expired.append((receiver_id, grant))
         return expired
 
+    def take_other_addresses(self, receiver_id: str, address: bytes) -> list[str]:
+        """Remove a receiver's grants for an endpoint it has replaced since; their transfer ids."""
+        stale = [
+            transfer_id
+            for transfer_id, (_, holder, grant) in self._held.items()
+            if holder == receiver_id and grant.address != address
+        ]
+        for transfer_id in stale:
+            del self._held[transfer_id]
+        return stale
+
     def drop_receiver(self, receiver_id: str) -> None:
         """Forget a dead receiver's grants."""
         for transfer_id in [t for t, (_, r, _) in self._held.items() if r == receiver_id]:
             del self._held[transfer_id]
+
+    def __contains__(self, transfer_id: str) -> bool:
+        return transfer_id in self._held
 
     def __len__(self) -> int:
         return len(self._held)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvtransfer.chunk import chunk_fault, decode_header, mark_arrived
 from kvtransfer.errors import WRITE_ABORTED, TransportError
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, ReceiverEvent
+from kvtransfer.grant import MAX_GRANT_BLOCKS
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.receiver_state import Incoming, ReceiveState, ReceiveTrigger
@@ -31,7 +32,6 @@ from mesh.messages import (
 
 logger = logging.getLogger(__name__)
 
-MAX_GRANT_BLOCKS = 1 << 16
 FENCE_SETTLE_S = 0.1
 """A system call that had pinned pages when the fence fell may still copy those few pages."""
 LATE_CHUNKS_S = 2.0

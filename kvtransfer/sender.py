@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtransfer.address import MAX_ADDRESS_BYTES, unpack_address
 from kvtransfer.chunk_writer import ChunkWriter
-from kvtransfer.errors import WRITE_ABORTED, BadAddress, PeerLost
+from kvtransfer.errors import WRITE_ABORTED, PeerLost
 from kvtransfer.events import SendDone, SenderEvent, SendFailed
+from kvtransfer.grant import grant_fault
 from kvtransfer.held_grants import HeldGrants
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer
 from kvtransfer.outbox import Outbox, Send
-from kvtransfer.receiver import MAX_GRANT_BLOCKS
 from kvtransfer.sender_state import Outgoing, SendState, SendTrigger
 from kvtransfer.tombstones import Tombstones
 from kvtransfer.transport import Transport
@@ -147,6 +146,9 @@ class TransferSender:
     def on_message(self, receiver_id: str, message: TransferMessage) -> None:
         """One control message from a decode worker; what does not fit is ignored or refused."""
         if isinstance(message, Grant):
+            # A held grant for an older endpoint would bring the dead route back when expected.
+            for transfer_id in self._held.take_other_addresses(receiver_id, message.address):
+                self._nack(receiver_id, transfer_id, "superseded", "the endpoint was replaced")
             self._on_grant(receiver_id, message)
         elif isinstance(message, TransferCancel):
             self._on_cancel(receiver_id, message.transfer_id)
@@ -156,9 +158,7 @@ class TransferSender:
                 self._close(outgoing, SendTrigger.ACK)
         elif isinstance(message, LeaseRenew):
             for transfer_id in message.transfer_ids:
-                outgoing = self._find(receiver_id, transfer_id)
-                if outgoing is not None and outgoing.state in _GRANTED:
-                    outgoing.lease.renew(self._clock())
+                self._on_renewal(receiver_id, transfer_id)
 
     def on_peer_down(self, receiver_id: str) -> None:
         """The link to a receiver is gone: everything for it ends, its connection is torn down."""
@@ -192,7 +192,7 @@ class TransferSender:
     def _on_grant(self, receiver_id: str, grant: Grant) -> None:
         transfer_id = grant.transfer_id
         outgoing = self._outgoing.get(transfer_id)
-        fault = self._grant_fault(grant)
+        fault = grant_fault(grant, self._fingerprint, self._transport)
         if outgoing is None:
             self._answer_unexpected_grant(receiver_id, grant, fault)
         elif outgoing.receiver_id != receiver_id:
@@ -222,46 +222,34 @@ class TransferSender:
         elif not self._held.add(receiver_id, grant, self._clock()):
             self._nack(receiver_id, grant.transfer_id, "unknown", "too many grants are waiting")
 
-    def _grant_fault(self, grant: Grant) -> tuple[str, str] | None:
-        if grant.fingerprint != self._fingerprint:
-            return "fingerprint_mismatch", "the KV layouts differ"
-        if grant.transport != self._transport.name:
-            return "transport_mismatch", f"this worker writes over {self._transport.name}"
-        num_blocks = len(grant.block_ids)
-        if num_blocks > MAX_GRANT_BLOCKS or len(grant.address) > MAX_ADDRESS_BYTES:
-            return "bad_grant", "too large"
-        if grant.first_index < 0 or len(set(grant.block_ids)) != num_blocks:
-            return "bad_grant", "negative index or repeated block"
-        try:
-            address = unpack_address(
-                grant.address,
-                transport=self._transport.name,
-                block_bytes=self._transport.memory.block_bytes,
-            )
-        except BadAddress as error:
-            return error.code, str(error)
-        if (
-            num_blocks
-            and not 0 <= min(grant.block_ids) <= max(grant.block_ids) < address.num_blocks
-        ):
-            return "bad_grant", "a block is outside the receiver's pool"
-        return None
-
     def _on_cancel(self, receiver_id: str, transfer_id: str) -> None:
         outgoing = self._outgoing.get(transfer_id)
         if outgoing is None:
             self._held.take(transfer_id)
             word = self._tombstones.get(transfer_id)
-            if not isinstance(word, TransferNack):
-                text = "cancelled by its receiver"
-                word = TransferNack(transfer_id=transfer_id, code="cancelled", message=text)
-                self._tombstones.add(transfer_id, word)
-            self._outbox.post(receiver_id, word)
+            if isinstance(word, TransferNack):
+                self._outbox.post(receiver_id, word)
+            else:
+                self._nack(receiver_id, transfer_id, "cancelled", "cancelled by its receiver")
         elif outgoing.receiver_id == receiver_id:
             if outgoing.state is SendState.DRAINING:
                 return  # the Nack follows when drained
             self._fail(outgoing, "cancelled", "cancelled by its receiver")
             self._advance(outgoing)
+
+    def _on_renewal(self, receiver_id: str, transfer_id: str) -> None:
+        """D still waits for it; where the final word was said, it got lost: say it again."""
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None:
+            word = self._tombstones.get(transfer_id)
+            if word is not None:
+                self._outbox.post(receiver_id, word)
+            elif transfer_id not in self._held:
+                self._nack(receiver_id, transfer_id, "unknown", "no grant of it came")
+        elif outgoing.receiver_id == receiver_id and outgoing.state in _GRANTED:
+            outgoing.lease.renew(self._clock())
+            if outgoing.state is SendState.AWAIT_ACK and outgoing.done is not None:
+                self._outbox.post(receiver_id, outgoing.done)
 
     def _route_to(self, outgoing: Outgoing, grant: Grant) -> None:
         """Use the grant's endpoint; another address: the old one is dead (restart or fence)."""
@@ -368,8 +356,11 @@ class TransferSender:
         self._events.append(SendFailed(outgoing.transfer_id, code, message))
 
     def _nack(self, receiver_id: str, transfer_id: str, code: str, message: str) -> None:
+        """Refuse a transfer that is not open here; once said, it stays refused."""
         nack = TransferNack(transfer_id=transfer_id, code=code, message=message)
         self._outbox.post(receiver_id, nack)
+        if transfer_id not in self._outgoing:
+            self._tombstones.add(transfer_id, nack)
 
     # ------------------------------------------------------------------ timers
 

@@ -1,4 +1,4 @@
-"""A decode worker's transfer side as a process of its own: grants its whole pool once, then polls."""
+"""A decode worker's transfer side as a process of its own: grants its whole pool, then polls."""
 
 from __future__ import annotations
 

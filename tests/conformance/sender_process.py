@@ -1,9 +1,9 @@
 """A prefill worker's transfer side as a process of its own, for tests that kill or freeze it.
 
-Speaks length-prefixed ``mesh.codec`` messages on stdin and stdout. It expects every granted transfer
-and fills the granted blocks from its own pool, whose bytes all are ``PATTERN``. With ``raw`` it
-writes every granted block in a single call instead, bypassing chunking, so that a stop signal hits
-inside the transport.
+Speaks length-prefixed ``mesh.codec`` messages on stdin and stdout. It expects every granted
+transfer and fills the granted blocks from its own pool, whose bytes all are ``PATTERN``. With
+``raw`` it writes every granted block in a single call instead, bypassing chunking, so that a stop
+signal hits inside the transport.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from mesh.errors import ConfigError
@@ -126,6 +128,19 @@ def test_fence_with_a_connection_in_use(cluster: Cluster, p: Node, d: Node) -> N
     cluster.run_until(lambda: committed(d) == {"again"} and sent(p) == {"again"})
 
 
+def test_held_grant_of_a_fenced_endpoint(cluster: Cluster, p: Node, d: Node) -> None:
+    """It must not replace the newer endpoint when its request comes at last."""
+    d.receiver.open("old", p.ref, [1], 0)
+    cluster.step()
+    d.receiver.on_peer_down("p")
+    start(p, d, "new", (3, 4))
+    cluster.settle()
+    p.sender.expect("old", "d", 60)
+    finish(p, "new")
+    cluster.run_until(lambda: committed(d) == {"new"} and sent(p) == {"new"})
+    assert failures(p) == {"old": "superseded"}
+
+
 def test_frozen_receiver(cluster: Cluster, p: Node, d: Node) -> None:
     start(p, d)
     cluster.settle()
@@ -150,6 +165,32 @@ def test_sender_keeps_blocks_until_ack_or_lease(cluster: Cluster, p: Node, d: No
     assert sent(p) == set()
     cluster.advance(2)
     assert sent(p) == {"t"}
+
+
+def test_lost_final_words_are_said_again(cluster: Cluster, p: Node, d: Node) -> None:
+    start(p, d, "done", (1, 2))
+    start(p, d, "aborted", (3, 4))
+    finish(p, "done")
+    p.sender.cancel("aborted", "aborted", "the client left")
+    num_turns = 0
+    while d.bytes_of(2) != p.bytes_of(11) or num_turns < 50:
+        cluster.step()
+        time.sleep(0.001)
+        num_turns += 1
+        for message in [m for m in cluster.wire if m[1] == "d"]:
+            cluster.wire.remove(message)
+    assert committed(d) == set()
+    cluster.advance(LEASE_S / 2)
+    assert committed(d) == sent(p) == {"done"}
+    assert failures(d) == {"aborted": "aborted"}
+
+
+def test_lost_grant(cluster: Cluster, p: Node, d: Node) -> None:
+    d.receiver.open("t", p.ref, [1, 2], 0)
+    cluster.wire.clear()
+    cluster.advance(LEASE_S / 2)
+    assert failures(d) == {"t": "unknown"}
+    assert released(d) == {"t": (1, 2)}
 
 
 def test_no_grant(cluster: Cluster, p: Node) -> None:

@@ -18,21 +18,32 @@ from kvtransfer.factory import make_transport
 from kvtransfer.pool import BlockMemory
 from kvtransfer.receiver import TransferReceiver
 from kvtransfer.sender import TransferSender
-from mesh.messages import AnyMessage, PeerRef
+from mesh.messages import AnyMessage, Grant, PeerRef
 from tests.conformance.cluster import FINGERPRINT
 from tests.conformance.conftest import UCX
 from tests.conformance.sender_process import PATTERN, MessagePipe, pack
 
-NUM_BLOCKS = 192
+NUM_BLOCKS = 128
 BLOCK_BYTES = 1 << 20
 ROOT = Path(__file__).parents[2]
+
+
+def child_command(module: str, transport_name: str, *more: str) -> list[str]:
+    sizes = (str(NUM_BLOCKS), str(BLOCK_BYTES))
+    return [sys.executable, "-m", f"tests.conformance.{module}", transport_name, *sizes, *more]
 
 
 class RemoteSender:
     """The receiver's view of a ``sender_process``."""
 
-    def __init__(self, transport_name: str, mode: str = "chunks") -> None:
-        self.memory = BlockMemory.allocate(NUM_BLOCKS, BLOCK_BYTES)
+    def __init__(
+        self, transport_name: str, mode: str = "chunks", *, has_alias: bool = True
+    ) -> None:
+        if has_alias:
+            self.memory = BlockMemory.allocate(NUM_BLOCKS, BLOCK_BYTES)
+        else:
+            private = np.empty(NUM_BLOCKS * BLOCK_BYTES, np.uint8)
+            self.memory = BlockMemory(private, num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES)
         self.bytes = np.frombuffer(self.memory.buffer, np.uint8)
         self.bytes[:] = 0  # also faults the pages in
         self.transport = make_transport(transport_name, self.memory, "d", 1)
@@ -42,12 +53,11 @@ class RemoteSender:
             fingerprint=FINGERPRINT,
             transport=self.transport,
             send=self._send,
-            lease_s=1.0,
+            lease_s=0.5,
         )
         self.events: list[object] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.conformance.sender_process", transport_name]
-            + [str(NUM_BLOCKS), str(BLOCK_BYTES), mode],
+            child_command("sender_process", transport_name, mode),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,9 +124,9 @@ def remote(transport_name: str) -> Iterator[RemoteSender]:
     remote.close()
 
 
-@pytest.fixture
-def raw_remote(transport_name: str) -> Iterator[RemoteSender]:
-    remote = RemoteSender(transport_name, "raw")
+@pytest.fixture(params=[True, False], ids=["shared", "private"])
+def raw_remote(transport_name: str, request: pytest.FixtureRequest) -> Iterator[RemoteSender]:
+    remote = RemoteSender(transport_name, "raw", has_alias=request.param)
     yield remote
     remote.close()
 
@@ -176,12 +186,11 @@ def test_fence_of_a_sender_stopped_inside_a_write(raw_remote: RemoteSender) -> N
 
 
 def test_killed_receiver(transport_name: str) -> None:
-    """The roles swapped: this process sends, the child holds a pool it never polls and is killed."""
+    """The roles swapped: this process sends, the child is killed between two writes."""
     memory = BlockMemory.allocate(NUM_BLOCKS, BLOCK_BYTES)
     transport = make_transport(transport_name, memory, "p", 1)
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.conformance.receiver_process", transport_name]
-        + [str(NUM_BLOCKS), str(BLOCK_BYTES)],
+        child_command("receiver_process", transport_name),
         stdout=subprocess.PIPE,
         cwd=ROOT,
     )
@@ -199,22 +208,20 @@ def test_killed_receiver(transport_name: str) -> None:
         pipe = MessagePipe(child.stdout.fileno())
         events: list[object] = []
         sender.expect("t", "d", 60)
+        sender.submit("t", 0, [0])
         deadline_s = time.monotonic() + 20
-        is_killed = False
-        while sender.num_open and time.monotonic() < deadline_s:
-            for message in [] if is_killed else pipe.read():
-                sender.on_message("d", message)  # type: ignore[arg-type]
-            if sent and not is_killed:
-                pass
+        grants: list[AnyMessage] = []
+        while not grants and time.monotonic() < deadline_s:
+            grants = [message for message in pipe.read() if isinstance(message, Grant)]
+        sender.on_message("d", grants[0])  # type: ignore[arg-type]
+        connected_s = time.monotonic() + 0.3
+        while time.monotonic() < connected_s:
             events.extend(sender.poll())
-            if not is_killed and sender._outgoing and sender._outgoing["t"].grant is not None:
-                if not sender._outgoing["t"].submitted:
-                    sender.submit("t", 0, [0])
-                elif not sender._outgoing["t"].in_flight and not sender._outgoing["t"].pending:
-                    child.kill()
-                    child.wait()
-                    is_killed = True
-                    sender.submit("t", 1, list(range(1, NUM_BLOCKS)))
+        child.kill()
+        child.wait()
+        sender.submit("t", 1, list(range(1, NUM_BLOCKS)))
+        while sender.num_open and time.monotonic() < deadline_s:
+            events.extend(sender.poll())
         assert [type(event).__name__ for event in events] == ["SendFailed"]
         assert events[0].code in ("peer_lost", "write_aborted")  # type: ignore[attr-defined]
     finally:

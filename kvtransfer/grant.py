@@ -1,0 +1,35 @@
+"""What a sender accepts as a Grant: it names another process's memory, so all of it is checked."""
+
+from __future__ import annotations
+
+from kvtransfer.address import MAX_ADDRESS_BYTES, unpack_address
+from kvtransfer.errors import BadAddress
+from kvtransfer.transport import Transport
+from mesh.messages import Grant
+
+MAX_GRANT_BLOCKS = 1 << 16
+"""A million tokens in blocks of 16."""
+
+
+def grant_fault(grant: Grant, fingerprint: str, transport: Transport) -> tuple[str, str] | None:
+    """Code and text of why this sender can't write into a grant, or None if it can."""
+    if grant.fingerprint != fingerprint:
+        return "fingerprint_mismatch", "the KV layouts differ"
+    if grant.transport != transport.name:
+        return "transport_mismatch", f"this worker writes over {transport.name}"
+    num_blocks = len(grant.block_ids)
+    if num_blocks > MAX_GRANT_BLOCKS or len(grant.address) > MAX_ADDRESS_BYTES:
+        return "bad_grant", "too large"
+    if grant.first_index < 0 or len(set(grant.block_ids)) != num_blocks:
+        return "bad_grant", "negative index or repeated block"
+    try:
+        address = unpack_address(
+            grant.address,
+            transport=transport.name,
+            block_bytes=transport.memory.block_bytes,
+        )
+    except BadAddress as error:
+        return error.code, str(error)
+    if num_blocks and not 0 <= min(grant.block_ids) <= max(grant.block_ids) < address.num_blocks:
+        return "bad_grant", "a block is outside the receiver's pool"
+    return None
