@@ -269,8 +269,6 @@ class TransferSender:
         grant = outgoing.grant
         if grant is None:
             return
-        while outgoing.pending and outgoing.pending[0][0] < grant.first_index:
-            outgoing.pending.popleft()
         if outgoing.pending and min(outgoing.pending)[0] < grant.first_index:
             kept = [entry for entry in outgoing.pending if entry[0] >= grant.first_index]
             outgoing.pending.clear()
