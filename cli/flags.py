@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from mesh.config import (
+    KV_DTYPES,
     LOG_LEVELS,
     TRANSPORTS,
     WEIGHTS,
@@ -59,6 +60,13 @@ _REQUEST_FLAGS = (
 )
 _ENGINE_FLAGS = (
     _Flag("weights", str, "KIND", "how weights are held in memory", WEIGHTS),
+    _Flag(
+        "kv_dtype",
+        str,
+        "KIND",
+        "how the KV cache is stored; auto: fp16, fp32 with fp32 weights",
+        KV_DTYPES,
+    ),
     _Flag("kv_memory_mib", int, "MIB", "KV pool of one worker, in MiB"),
     _Flag("kv_blocks", int, "BLOCKS", "KV pool of one worker, in blocks; 0: by --kv-memory-mib"),
     _Flag("block_size", int, "TOKENS", "token slots per KV block, a power of two"),

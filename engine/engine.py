@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -131,13 +131,14 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
 
 
 def _kv_spec(config: WorkerConfig, model: ModelConfig) -> KVCacheSpec:
+    dtype = config.kv_dtype
     spec = KVCacheSpec(
         num_blocks=config.kv_blocks or 1,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         block_size=config.block_size,
         head_dim=model.head_dim,
-        dtype=torch.float32,
+        dtype=("fp32" if config.weights == "fp32" else "fp16") if dtype == "auto" else dtype,
     )
     if config.kv_blocks:
         return spec
@@ -146,14 +147,7 @@ def _kv_spec(config: WorkerConfig, model: ModelConfig) -> KVCacheSpec:
         raise ConfigError(
             f"kv_memory_mib {config.kv_memory_mib} holds no block of {spec.block_bytes} bytes"
         )
-    return KVCacheSpec(
-        num_blocks=num_blocks,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        block_size=spec.block_size,
-        head_dim=spec.head_dim,
-        dtype=spec.dtype,
-    )
+    return replace(spec, num_blocks=num_blocks)
 
 
 def _fingerprint(model: ModelConfig, weights_hash: str, spec: KVCacheSpec) -> str:

@@ -17,11 +17,13 @@ from mesh.messages import Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Weights = Literal["fp32", "int8", "int4"]
+KVDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 TransportName = Literal["ucx", "tcp", "inproc"]
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 WEIGHTS: tuple[Weights, ...] = ("fp32", "int8", "int4")
+KV_DTYPES: tuple[KVDtype, ...] = ("auto", "fp32", "bf16", "fp16", "int8")
 TRANSPORTS: tuple[TransportName, ...] = ("ucx", "tcp", "inproc")
 
 _ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -89,6 +91,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TCP port of /metrics and /health; 0 takes any free one."""
     weights: Weights = "int8"
     """Weights in memory: ``fp32``, or ``int8`` / ``int4`` in groups of 32 (embedding: 8 bits)."""
+    kv_dtype: KVDtype = "auto"
+    """Storage of the KV cache; auto: fp32 with fp32 weights, else fp16."""
     kv_blocks: int = 0
     """KV pool size in blocks; 0: as many as ``kv_memory_mib`` holds."""
     kv_memory_mib: int = 1024
@@ -125,6 +129,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_range("control_port", self.control_port, 0, 65535)
         _check_range("http_port", self.http_port, 0, 65535)
         _check_choice("weights", self.weights, WEIGHTS)
+        _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _check_range("kv_blocks", self.kv_blocks, 0, 1 << 31)
         _check_range("kv_memory_mib", self.kv_memory_mib, 1, 16 << 20)
         _check_range("block_size", self.block_size, 1, 256)

@@ -11,11 +11,12 @@ nothing across steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from engine.batch import BatchInputs
+from engine.model_config import HiddenAct
 
 
 class Linear(Protocol):
@@ -41,10 +42,32 @@ class Embedding(Protocol):
 
 
 @dataclass(slots=True, frozen=True)
-class KVCacheSpec:
-    """Geometry of the paged cache, ``[num_blocks, num_layers, 2, Hkv, block_size, D]``.
+class RopeTable:
+    """cos and sin, [max positions, D / 2] float32."""
 
-    Block-major: one block is one contiguous span, which is what a transfer moves.
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class QKNorm:
+    """Per-head RMS norm weights of q and k, [D] each."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+
+KVDtype = Literal["fp32", "bf16", "fp16", "int8"]
+_KV_ELEMENT_BYTES: dict[KVDtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+
+
+@dataclass(slots=True, frozen=True)
+class KVCacheSpec:
+    """Geometry of the paged cache, ``[num_blocks, num_layers, 2, Hkv, block_size, row]``.
+
+    Block-major: one block is one contiguous span, which is what a transfer moves. A row is one
+    token's K or V of one head: D elements, plus a float32 scale for int8.
     """
 
     num_blocks: int
@@ -52,13 +75,18 @@ class KVCacheSpec:
     num_kv_heads: int
     block_size: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: KVDtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        scale_bytes = 4 if self.dtype == "int8" else 0
+        return self.head_dim * _KV_ELEMENT_BYTES[self.dtype] + scale_bytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        slots = self.num_layers * 2 * self.num_kv_heads * self.block_size
-        return slots * self.head_dim * self.dtype.itemsize
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.row_bytes
 
 
 class Backend(Protocol):
@@ -77,7 +105,11 @@ class Backend(Protocol):
         ...
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> torch.Tensor:
-        """Allocate the cache this backend will read and write; returned for transfer only."""
+        """Allocate the cache this backend will read and write.
+
+        Returns:
+            Its bytes, [num_blocks, block_bytes] uint8, for transfer only.
+        """
         ...
 
     def begin_step(self, batch: BatchInputs) -> Any:
@@ -95,25 +127,28 @@ class Backend(Protocol):
         ...
 
     def rope_and_write_kv(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, step: Any
+        self, qkv: torch.Tensor, rope: RopeTable, qk_norm: QKNorm | None, layer: int, step: Any
     ) -> None:
-        """Rotate q and k in place and write k, v of every token into its slot.
+        """Normalise (if asked) and rotate q and k in place; store every token's k, v in its slot.
 
         Args:
             qkv: [T, (Hq + 2 Hkv) * D], q heads first.
-            cos: [max positions, D / 2]; rotation pairs element i with i + D / 2 (NeoX order).
-            sin: like ``cos``.
+            rope: rotation pairs element i with i + D / 2 (NeoX order).
+            qk_norm: per-head RMS norm before the rotation.
             layer: which layer's slots.
             step: what ``begin_step`` returned.
         """
         ...
 
     def paged_attention(
-        self, qkv: torch.Tensor, layer: int, scale: float, step: Any
+        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: Any
     ) -> torch.Tensor:
-        """Causal attention of every token over its sequence's cache; [T, Hq * D]."""
+        """Causal attention of every token over its sequence's cache; [T, Hq * D].
+
+        A token sees the last ``window`` positions, itself included; 0 is unlimited.
+        """
         ...
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 I] → [T, I]: ``silu(gate) * up``."""
+    def act_mul(self, gate_up: torch.Tensor, activation: HiddenAct) -> torch.Tensor:
+        """[T, 2 I] → [T, I]: ``activation(gate) * up``."""
         ...

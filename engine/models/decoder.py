@@ -1,41 +1,28 @@
 """The decoder-only transformer that all supported architectures are variants of.
 
-x = embed(tokens)
-for each layer:
-    qkv = W_qkv · norm(x);  rope(q, k);  KV cache ← k, v
-    x += W_o · attention(q, KV cache)
-    x += W_down · (act(W_gate · norm(x)) * (W_up · norm(x)))
-logits = W_head · norm(x)[sampled rows]
+    x = embed(tokens)
+    for each layer:
+        qkv = W_qkv · norm(x);  rope(q, k);  KV cache ← k, v
+        x += W_o · attention(q, KV cache)
+        x += mlp(norm(x))
+    logits = W_head · norm(x)[sampled rows]
+
+Variants: biases (Qwen2), norms on q and k (Qwen3, Gemma 3), norms after each branch, scaled
+embeddings and sliding windows (Gemma 3), a mixture of experts as the MLP (Qwen3-MoE).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from engine.backends.base import Backend, Linear
+from engine.backends.base import Backend, Linear, QKNorm, RopeTable
 from engine.batch import BatchInputs
 from engine.model_config import ModelConfig, inv_freq
+from engine.models.mlp import GatedMlp, MoeMlp
 from engine.weights import WeightSource
 from mesh.errors import ConfigError
-
-
-@dataclass(slots=True, frozen=True)
-class RopeTable:
-    """cos and sin, [max positions, D / 2] float32."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-@dataclass(slots=True, frozen=True)
-class QKNorm:
-    """Per-head RMS norm weights of q and k, [D] each."""
-
-    q: torch.Tensor
-    k: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,9 +36,11 @@ class DecoderLayer:
     window: int
     """Sliding window in tokens; 0 is unlimited."""
     output: Linear
+    post_attention_norm: torch.Tensor | None
+    """On the attention's output, before the residual addition."""
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMlp | MoeMlp
+    post_mlp_norm: torch.Tensor | None
 
 
 class Decoder:
@@ -69,7 +58,8 @@ class Decoder:
         Raises:
             ConfigError: The model needs something that is not built yet.
         """
-        _refuse_unsupported(config)
+        if config.attn_logit_softcap or config.final_logit_softcap:
+            raise ConfigError(f"model: logit softcap is not supported ({config.architecture})")
         self.config = config
         self._backend = backend
         tables: dict[str, RopeTable] = {}
@@ -81,77 +71,110 @@ class Decoder:
             source.get("model.embed_tokens.weight"),
             None if config.tie_word_embeddings else source.get("lm_head.weight"),
         )
-        self._norm = source.get("model.norm.weight")
+        self._norm = self._load_norm(source, "model.norm")
         self._layers = [
-            self._load_layer(source, index, tables[config.layer_types[index]])
-            for index in range(config.num_layers)
+            self._load_layer(source, index, tables[layer_type])
+            for index, layer_type in enumerate(config.layer_types)
         ]
 
     @property
     def num_weight_bytes(self) -> int:
-        """Memory of all weights in their stored form."""
+        """Memory of all weight matrices in their stored form."""
         linears = [self._head]
         for layer in self._layers:
-            linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+            linears += [layer.qkv, layer.output, *layer.mlp.linears()]
         return self._embed.num_bytes + sum(linear.num_bytes for linear in linears)
 
     def forward(self, batch: BatchInputs) -> torch.Tensor:
         """Compute the batch, write its KV, and return logits of its sampled rows, [N, V]."""
-        backend = self._backend
-        config = self.config
+        backend, config = self._backend, self.config
         eps = config.rms_norm_eps
         step = backend.begin_step(batch)
         residual = self._embed(torch.from_numpy(batch.token_ids))
+        if config.embedding_scale != 1.0:
+            residual *= config.embedding_scale
         hidden = backend.rms_norm(residual, self._layers[0].attention_norm, eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(hidden)
-            backend.rope_and_write_kv(qkv, layer.rope.cos, layer.rope.sin, index, step)
-            attended = backend.paged_attention(qkv, index, config.query_scale, step)
-            hidden = backend.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
-            mlp = layer.down(backend.silu_mul(layer.gate_up(hidden)))
+            backend.rope_and_write_kv(qkv, layer.rope, layer.qk_norm, index, step)
+            attended = backend.paged_attention(qkv, index, config.query_scale, layer.window, step)
+            branch = layer.output(attended)
+            if layer.post_attention_norm is not None:
+                branch = backend.rms_norm(branch, layer.post_attention_norm, eps)
+            hidden = backend.add_rms_norm(branch, residual, layer.mlp_norm, eps)
+            branch = layer.mlp(hidden)
+            if layer.post_mlp_norm is not None:
+                branch = backend.rms_norm(branch, layer.post_mlp_norm, eps)
             if index < last:
                 norm = self._layers[index + 1].attention_norm
-                hidden = backend.add_rms_norm(mlp, residual, norm, eps)
+                hidden = backend.add_rms_norm(branch, residual, norm, eps)
         rows = torch.from_numpy(batch.sample_rows)
-        hidden = backend.add_rms_norm(mlp[rows], residual[rows], self._norm, eps)
+        hidden = backend.add_rms_norm(branch[rows], residual[rows], self._norm, eps)
         return self._head(hidden)
 
     def _load_layer(self, source: WeightSource, index: int, rope: RopeTable) -> DecoderLayer:
-        config, linear = self.config, self._backend.linear
+        config = self.config
         prefix = f"model.layers.{index}."
-
-        def stacked(*names: str, bias: bool = False) -> Linear:
-            weight = torch.cat([source.get(f"{prefix}{name}.weight") for name in names])
-            if not bias:
-                return linear(weight)
-            return linear(weight, torch.cat([source.get(f"{prefix}{n}.bias") for n in names]))
-
-        attention = "self_attn."
+        attention = f"{prefix}self_attn."
+        qk_norm = None
+        if config.qk_norm:
+            qk_norm = QKNorm(
+                self._load_norm(source, f"{attention}q_norm"),
+                self._load_norm(source, f"{attention}k_norm"),
+                config.rms_norm_eps,
+            )
+        post_attention = post_mlp = None
+        mlp_norm = self._load_norm(source, f"{prefix}post_attention_layernorm")
+        if config.post_norms:
+            post_attention = mlp_norm
+            mlp_norm = self._load_norm(source, f"{prefix}pre_feedforward_layernorm")
+            post_mlp = self._load_norm(source, f"{prefix}post_feedforward_layernorm")
+        sliding = config.layer_types[index] == "sliding_attention"
+        names = [f"{attention}{part}_proj" for part in "qkv"]
         return DecoderLayer(
-            attention_norm=source.get(f"{prefix}input_layernorm.weight"),
-            qkv=stacked(*(f"{attention}{p}_proj" for p in "qkv"), bias=config.attention_bias),
-            qk_norm=None,
+            attention_norm=self._load_norm(source, f"{prefix}input_layernorm"),
+            qkv=self._load_linear(source, names, bias=config.attention_bias),
+            qk_norm=qk_norm,
             rope=rope,
-            window=0,
-            output=stacked(f"{attention}o_proj", bias=config.attention_out_bias),
-            mlp_norm=source.get(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=stacked("mlp.gate_proj", "mlp.up_proj"),
-            down=stacked("mlp.down_proj"),
+            window=(config.sliding_window or 0) if sliding else 0,
+            output=self._load_linear(
+                source, [f"{attention}o_proj"], bias=config.attention_out_bias
+            ),
+            post_attention_norm=post_attention,
+            mlp_norm=mlp_norm,
+            mlp=self._load_mlp(source, f"{prefix}mlp."),
+            post_mlp_norm=post_mlp,
         )
 
+    def _load_mlp(self, source: WeightSource, prefix: str) -> GatedMlp | MoeMlp:
+        config = self.config
+        if not config.num_experts:
+            return self._load_gated(source, prefix)
+        return MoeMlp(
+            router=source.get(f"{prefix}gate.weight"),
+            experts=[
+                self._load_gated(source, f"{prefix}experts.{expert}.")
+                for expert in range(config.num_experts)
+            ],
+            num_experts_per_tok=config.num_experts_per_tok,
+            norm_topk_prob=config.norm_topk_prob,
+        )
 
-def _refuse_unsupported(config: ModelConfig) -> None:
-    unsupported: dict[str, Any] = {
-        "qk_norm": config.qk_norm,
-        "sliding attention": "sliding_attention" in config.layer_types,
-        "norm_plus_one": config.norm_plus_one,
-        "post_norms": config.post_norms,
-        "experts": config.num_experts,
-        "hidden_act": config.hidden_act != "silu",
-        "embedding_scale": config.embedding_scale != 1.0,
-        "logit softcap": config.attn_logit_softcap or config.final_logit_softcap,
-    }
-    for name, present in unsupported.items():
-        if present:
-            raise ConfigError(f"model: {name} is not supported ({config.architecture})")
+    def _load_gated(self, source: WeightSource, prefix: str) -> GatedMlp:
+        return GatedMlp(
+            backend=self._backend,
+            activation=self.config.hidden_act,
+            gate_up=self._load_linear(source, [f"{prefix}gate_proj", f"{prefix}up_proj"]),
+            down=self._load_linear(source, [f"{prefix}down_proj"]),
+        )
+
+    def _load_linear(self, source: WeightSource, names: list[str], *, bias: bool = False) -> Linear:
+        """One product for several matrices that read the same input, stacked by rows."""
+        weight = torch.cat([source.get(f"{name}.weight") for name in names])
+        biases = torch.cat([source.get(f"{name}.bias") for name in names]) if bias else None
+        return self._backend.linear(weight, biases)
+
+    def _load_norm(self, source: WeightSource, name: str) -> torch.Tensor:
+        weight = source.get(f"{name}.weight")
+        return weight + 1.0 if self.config.norm_plus_one else weight

@@ -21,12 +21,15 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from engine.backends.cpu.intrinsics import exp_f32
+from engine.backends.cpu.intrinsics import as_float32, exp_f32
 from engine.backends.cpu.microkernel import TILE_COLUMNS, TILE_ROWS, fma_tile
 from engine.batch import BatchInputs
 
 TILE_TOKENS = 16
 """Query tokens per tile: enough to reuse K and V from cache, small enough to balance threads."""
+
+WIDE_ROWS = 8
+"""From this many rows on, transposing K for the register tile pays."""
 
 _NEG_INF = np.float32(-3.0e38)
 
@@ -74,44 +77,37 @@ def plan_tiles(batch: BatchInputs, num_kv_heads: int, num_threads: int) -> Atten
 def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callable[..., None]:
     """Compile the kernel for one geometry; sizes are constants so that LLVM unrolls fully.
 
-    The kernel takes ``(qkv [T, (Hq + 2 Hkv) * D], kv [blocks, layers, 2, Hkv, block_size, D],
-    layer, block_tables, tiles' five arrays, scale, window, out [T, Hq * D])``; ``window`` 0 is
-    unlimited.
+    The kernel takes ``(qkv [T, (Hq + 2 Hkv) * D], rows and scales of a KVView, layer,
+    block_tables, tiles' five arrays, scale, window, out [T, Hq * D])``; ``window`` 0 is unlimited.
     """
-    D, G, BS = head_dim, group, block_size
-    MAX_ROWS = -(-TILE_TOKENS * group // TILE_ROWS) * TILE_ROWS
     if block_size % TILE_COLUMNS or head_dim % TILE_COLUMNS:
         raise ValueError(
             f"block_size {block_size} and head_dim {head_dim} must be multiples of {TILE_COLUMNS}"
         )
+    D, G, BS = head_dim, group, block_size
+    MAX_ROWS = -(-TILE_TOKENS * group // TILE_ROWS) * TILE_ROWS
 
     @numba.njit(parallel=True, nogil=True, cache=True, fastmath=True, boundscheck=False)
     def kernel(
-        qkv: Any,
-        kv: Any,
-        layer: Any,
-        block_tables: Any,
-        tile_sequence: Any,
-        tile_row: Any,
-        tile_tokens: Any,
-        tile_position: Any,
-        bounds: Any,
-        scale: Any,
-        window: Any,
-        out: Any,
-    ) -> None:
+        qkv: Any, kv: Any, kv_scales: Any, layer: Any, block_tables: Any,
+        tile_sequence: Any, tile_row: Any, tile_tokens: Any, tile_position: Any, bounds: Any,
+        scale: Any, window: Any, out: Any,
+    ) -> None:  # fmt: skip
         num_kv_heads = kv.shape[3]
         for thread in numba.prange(bounds.shape[0] - 1):
             query = np.empty((MAX_ROWS, D), np.float32)
-            keys_t = np.empty((D, BS), np.float32)
+            keys = np.empty((D, BS), np.float32)
+            values = np.empty((BS, D), np.float32)
             scores = np.empty((MAX_ROWS, BS), np.float32)
             acc = np.empty((MAX_ROWS, D), np.float32)
-            query_at = query.ctypes.data
-            keys_at = keys_t.ctypes.data
-            scores_at = scores.ctypes.data
-            acc_at = acc.ctypes.data
             row_max = np.empty(MAX_ROWS, np.float32)
             row_sum = np.empty(MAX_ROWS, np.float32)
+            query_at = query.ctypes.data
+            keys_at = keys.ctypes.data
+            values_at = values.ctypes.data
+            scores_at = scores.ctypes.data
+            acc_at = acc.ctypes.data
+            keys_by_slot = keys.reshape(BS, D)
             for task in range(bounds[thread], bounds[thread + 1]):
                 tile = task // num_kv_heads
                 head = task % num_kv_heads
@@ -120,51 +116,62 @@ def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callab
                 pos0 = tile_position[tile]
                 tokens = tile_tokens[tile]
                 rows = tokens * G
+                wide = rows >= WIDE_ROWS
+                padded = -(-rows // TILE_ROWS) * TILE_ROWS
                 for t in range(tokens):
                     for g in range(G):
                         column = (head * G + g) * D
                         for d in range(D):
                             query[t * G + g, d] = qkv[row0 + t, column + d] * scale
-                            acc[t * G + g, d] = 0.0
-                for r in range(rows):
+                for r in range(padded):
                     row_max[r] = _NEG_INF
                     row_sum[r] = 0.0
-                for r in range(rows, -(-rows // TILE_ROWS) * TILE_ROWS):
+                    for d in range(D):
+                        acc[r, d] = 0.0
+                for r in range(rows, padded):
                     for d in range(D):
                         query[r, d] = 0.0
-                        acc[r, d] = 0.0
                 num_keys = pos0 + tokens
                 first_block = 0
                 if window > 0:
                     first_block = max(0, pos0 - window + 1) // BS
                 for index in range(first_block, (num_keys + BS - 1) // BS):
                     key0 = index * BS
-                    keys = kv[table[index], layer, 0, head]
-                    values = kv[table[index], layer, 1, head]
-                    if rows >= 8:
-                        for k in range(BS):
+                    used = min(BS, num_keys - key0)
+                    block = table[index]
+                    for k in range(used):
+                        factor = kv_scales[block, layer, 1, head, k]
+                        stored = kv[block, layer, 1, head, k]
+                        for d in range(D):
+                            values[k, d] = as_float32(stored[d]) * factor
+                    if wide:
+                        for k in range(used):
+                            factor = kv_scales[block, layer, 0, head, k]
+                            stored = kv[block, layer, 0, head, k]
                             for d in range(D):
-                                keys_t[d, k] = keys[k, d]
-                        for r in range(0, rows, TILE_ROWS):
+                                keys[d, k] = as_float32(stored[d]) * factor
+                        for r in range(0, padded, TILE_ROWS):
                             for i in range(TILE_ROWS):
                                 for k in range(BS):
                                     scores[r + i, k] = 0.0
                             for column in range(0, BS, TILE_COLUMNS):
                                 fma_tile(
-                                    query_at + r * D * 4,
+                                    query_at + r * D * 4, D,
+                                    keys_at + column * 4, BS,
+                                    scores_at + (r * BS + column) * 4, BS,
                                     D,
-                                    keys_at + column * 4,
-                                    BS,
-                                    scores_at + (r * BS + column) * 4,
-                                    BS,
-                                    D,
-                                )
+                                )  # fmt: skip
                     else:
+                        for k in range(used):
+                            factor = kv_scales[block, layer, 0, head, k]
+                            stored = kv[block, layer, 0, head, k]
+                            for d in range(D):
+                                keys_by_slot[k, d] = as_float32(stored[d]) * factor
                         for r in range(rows):
-                            for k in range(BS):
+                            for k in range(used):
                                 dot = np.float32(0.0)
                                 for d in range(D):
-                                    dot += query[r, d] * keys[k, d]
+                                    dot += query[r, d] * keys_by_slot[k, d]
                                 scores[r, k] = dot
                     for r in range(rows):
                         position = pos0 + r // G
@@ -181,33 +188,27 @@ def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callab
                             top = max(top, scores[r, k])
                         rescale = exp_f32(row_max[r] - top)
                         row_max[r] = top
-                        for k in range(BS):
-                            scores[r, k] = exp_f32(min(scores[r, k] - top, np.float32(0.0)))
-                        for k in range(low):
-                            scores[r, k] = 0.0
-                        for k in range(max(high, 0), BS):
-                            scores[r, k] = 0.0
                         total = np.float32(0.0)
                         for k in range(BS):
-                            total += scores[r, k]
+                            # Slots outside low … high may hold anything, NaN included.
+                            inside = low <= k and k < high
+                            p = exp_f32(min(scores[r, k] - top, np.float32(0.0)))
+                            p = p if inside else np.float32(0.0)
+                            scores[r, k] = p
+                            total += p
                         row_sum[r] = row_sum[r] * rescale + total
                         if rescale != np.float32(1.0):
                             for d in range(D):
                                 acc[r, d] *= rescale
-                    used = min(BS, num_keys - key0)
-                    if rows >= 8:
-                        values_at = values.ctypes.data
-                        for r in range(0, rows, TILE_ROWS):
+                    if wide:
+                        for r in range(0, padded, TILE_ROWS):
                             for column in range(0, D, TILE_COLUMNS):
                                 fma_tile(
-                                    scores_at + r * BS * 4,
-                                    BS,
-                                    values_at + column * 4,
-                                    D,
-                                    acc_at + (r * D + column) * 4,
-                                    D,
+                                    scores_at + r * BS * 4, BS,
+                                    values_at + column * 4, D,
+                                    acc_at + (r * D + column) * 4, D,
                                     used,
-                                )
+                                )  # fmt: skip
                     else:
                         for r in range(rows):
                             for k in range(used):

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from typing import Literal
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from engine.backends.base import Embedding, KVCacheSpec, Linear
-from engine.backends.cpu import elementwise
+from engine.backends.base import Embedding, KVCacheSpec, Linear, QKNorm, RopeTable
+from engine.backends.cpu import elementwise, kv_store
 from engine.backends.cpu.attention import AttentionTiles, paged_attention_kernel, plan_tiles
 from engine.backends.cpu.float32_linear import Float32Embedding, Float32Linear
 from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLinear, pack
 from engine.batch import BatchInputs
+from engine.model_config import HiddenAct
 
 WeightScheme = Literal["fp32", "int8", "int4"]
 _BITS = {"int8": 8, "int4": 4}
+_NO_NORM = np.empty(0, np.float32)
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,7 +41,7 @@ class CpuBackend:
     def __init__(self, weights: WeightScheme, num_threads: int) -> None:
         self._weights = weights
         self._num_threads = num_threads
-        self._kv: npt.NDArray[np.float32] | None = None
+        self._kv: kv_store.KVView | None = None
         torch.set_num_threads(num_threads)
         numba.set_num_threads(min(num_threads, numba.get_num_threads()))
 
@@ -67,21 +67,13 @@ class CpuBackend:
         return QuantizedEmbedding(packed, embedding.shape[1], shared=tied), linear
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> torch.Tensor:
-        """Allocate the cache (float32); pages are touched on first use only."""
-        if spec.dtype is not torch.float32:
-            raise ValueError(f"the CPU backend stores KV as float32, not {spec.dtype}")
-        # A shared mapping: what lets a transfer library on this host map it and copy once.
-        memory = mmap.mmap(-1, spec.num_blocks * spec.block_bytes)
-        cache = torch.frombuffer(memory, dtype=torch.float32).view(
-            spec.num_blocks, spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim
-        )
-        self._kv = cache.numpy()
-        return cache
+        """See Backend."""
+        raw, self._kv = kv_store.allocate(spec)
+        return raw
 
     def begin_step(self, batch: BatchInputs) -> CpuStep:
         """Cut the step's attention into tiles, once for all layers."""
-        assert self._kv is not None, "allocate_kv_cache first"
-        return CpuStep(batch, plan_tiles(batch, self._kv.shape[3], self._num_threads))
+        return CpuStep(batch, plan_tiles(batch, self._view.rows.shape[3], self._num_threads))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Backend."""
@@ -100,38 +92,44 @@ class CpuBackend:
         return out
 
     def rope_and_write_kv(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, step: CpuStep
+        self, qkv: torch.Tensor, rope: RopeTable, qk_norm: QKNorm | None, layer: int, step: CpuStep
     ) -> None:
         """See Backend."""
-        kv = self._kv
-        assert kv is not None
-        num_heads = qkv.shape[1] // kv.shape[5] - 2 * kv.shape[3]
-        batch = step.batch
+        kv = self._view
+        _, _, _, num_kv_heads, _, head_dim = kv.rows.shape
+        q_norm = _NO_NORM if qk_norm is None else qk_norm.q.numpy()
+        k_norm = _NO_NORM if qk_norm is None else qk_norm.k.numpy()
+        eps = 0.0 if qk_norm is None else qk_norm.eps
         elementwise.rope_write_kv(
-            qkv.numpy(), batch.positions, batch.slot_mapping, cos.numpy(), sin.numpy(),
-            kv, layer, num_heads,
+            qkv.numpy(), step.batch.positions, step.batch.slot_mapping,
+            rope.cos.numpy(), rope.sin.numpy(), q_norm, k_norm, np.float32(eps),
+            kv.rows, kv.scales, layer, qkv.shape[1] // head_dim - 2 * num_kv_heads,
         )  # fmt: skip
 
     def paged_attention(
-        self, qkv: torch.Tensor, layer: int, scale: float, step: CpuStep
+        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: CpuStep
     ) -> torch.Tensor:
         """See Backend."""
-        kv = self._kv
-        assert kv is not None
-        _, _, _, num_kv_heads, block_size, head_dim = kv.shape
+        kv = self._view
+        _, _, _, num_kv_heads, block_size, head_dim = kv.rows.shape
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         kernel = paged_attention_kernel(head_dim, num_heads // num_kv_heads, block_size)
         out = torch.empty(qkv.shape[0], num_heads * head_dim)
         tiles = step.tiles
         kernel(
-            qkv.numpy(), kv, layer, step.batch.block_tables,
+            qkv.numpy(), kv.rows, kv.scales, layer, step.batch.block_tables,
             tiles.sequence, tiles.first_row, tiles.num_tokens, tiles.first_position,
-            tiles.thread_bounds, np.float32(scale), 0, out.numpy(),
+            tiles.thread_bounds, np.float32(scale), window, out.numpy(),
         )  # fmt: skip
         return out
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def act_mul(self, gate_up: torch.Tensor, activation: HiddenAct) -> torch.Tensor:
         """See Backend."""
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        elementwise.silu_mul(gate_up.numpy(), out.numpy())
+        elementwise.act_mul(gate_up.numpy(), activation == "gelu_tanh", out.numpy())
         return out
+
+    @property
+    def _view(self) -> kv_store.KVView:
+        assert self._kv is not None, "allocate_kv_cache first"
+        return self._kv

@@ -7,8 +7,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.backends.cpu.intrinsics import exp_f32
+from engine.backends.cpu.intrinsics import exp_f32, store_float32
 
+_GELU_LINEAR = np.float32(2 * 0.7978845608028654)
+_GELU_CUBIC = np.float32(2 * 0.7978845608028654 * 0.044715)
 _SERIAL_ROWS = 8
 """Below this many rows, waking the other threads costs more than the arithmetic."""
 
@@ -38,20 +40,24 @@ def _add_norm_row(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> Non
 
 
 @numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False)
-def _silu_mul_row(gate_up: Any, out: Any) -> None:
+def _act_mul_row(gate_up: Any, gelu: Any, out: Any) -> None:
+    """Both activations are ``x * sigmoid(f(x))``: f is x (SiLU) or GELU's tanh argument doubled."""
     size = out.shape[0]
     for i in range(size):
         gate = gate_up[i]
-        decay = exp_f32(-abs(gate))
+        inner = gate
+        if gelu:
+            inner = gate * (_GELU_LINEAR + _GELU_CUBIC * gate * gate)
+        decay = exp_f32(-abs(inner))
         inverse = np.float32(1.0) / (np.float32(1.0) + decay)
-        sigmoid = inverse if gate >= 0 else decay * inverse
+        sigmoid = inverse if inner >= 0 else decay * inverse
         out[i] = gate * sigmoid * gate_up[size + i]
 
 
 @numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False)
-def _rope_row(row: Any, heads: Any, dim: Any, cos: Any, sin: Any) -> None:
+def _rope_row(row: Any, first: Any, last: Any, dim: Any, cos: Any, sin: Any) -> None:
     half = dim // 2
-    for head in range(heads):
+    for head in range(first, last):
         base = head * dim
         for i in range(half):
             low = row[base + i]
@@ -61,19 +67,47 @@ def _rope_row(row: Any, heads: Any, dim: Any, cos: Any, sin: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False)
+def _norm_heads(row: Any, first: Any, last: Any, dim: Any, weight: Any, eps: Any) -> None:
+    for head in range(first, last):
+        x = row[head * dim : (head + 1) * dim]
+        _norm_row(x, weight, eps, x)
+
+
+@numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False)
+def _store_row(x: Any, stored: Any, scales: Any, index: Any) -> None:
+    """Write one K or V row in the cache's format; int8 rows get a scale of their own."""
+    dim = stored.shape[0]
+    if stored.itemsize == 1:
+        largest = np.float32(0.0)
+        for d in range(dim):
+            largest = max(largest, abs(x[d]))
+        scales[index] = largest * np.float32(1.0 / 127.0)
+        inverse = np.float32(127.0) / max(largest, np.float32(1e-30))
+        for d in range(dim):
+            store_float32(stored, d, np.rint(x[d] * inverse))
+    else:
+        for d in range(dim):
+            store_float32(stored, d, x[d])
+
+
+@numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False)
 def _rope_write_row(
-    row: Any, position: Any, slot: Any, cos: Any, sin: Any, kv: Any, layer: Any, num_heads: Any
-) -> None:
+    row: Any, position: Any, slot: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, eps: Any,
+    kv: Any, scales: Any, layer: Any, num_heads: Any,
+) -> None:  # fmt: skip
     num_kv_heads, block_size, dim = kv.shape[3], kv.shape[4], kv.shape[5]
-    _rope_row(row, num_heads + num_kv_heads, dim, cos[position], sin[position])
+    num_rotated = num_heads + num_kv_heads
+    if q_norm.shape[0] > 0:
+        _norm_heads(row, 0, num_heads, dim, q_norm, eps)
+        _norm_heads(row, num_heads, num_rotated, dim, k_norm, eps)
+    _rope_row(row, 0, num_rotated, dim, cos[position], sin[position])
     block = slot // block_size
     offset = slot % block_size
     for head in range(num_kv_heads):
-        key = (num_heads + head) * dim
-        value = (num_heads + num_kv_heads + head) * dim
-        for d in range(dim):
-            kv[block, layer, 0, head, offset, d] = row[key + d]
-            kv[block, layer, 1, head, offset, d] = row[value + d]
+        key = row[(num_heads + head) * dim : (num_heads + head + 1) * dim]
+        value = row[(num_rotated + head) * dim : (num_rotated + head + 1) * dim]
+        _store_row(key, kv[block, layer, 0, head, offset], scales[block, layer, 0, head], offset)
+        _store_row(value, kv[block, layer, 1, head, offset], scales[block, layer, 1, head], offset)
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
@@ -101,31 +135,39 @@ def _add_rms_norm_parallel(x: Any, residual: Any, weight: Any, eps: Any, out: An
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
-def _silu_mul_serial(gate_up: Any, out: Any) -> None:
+def _act_mul_serial(gate_up: Any, gelu: Any, out: Any) -> None:
     for t in range(gate_up.shape[0]):
-        _silu_mul_row(gate_up[t], out[t])
+        _act_mul_row(gate_up[t], gelu, out[t])
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
-def _silu_mul_parallel(gate_up: Any, out: Any) -> None:
+def _act_mul_parallel(gate_up: Any, gelu: Any, out: Any) -> None:
     for t in numba.prange(gate_up.shape[0]):
-        _silu_mul_row(gate_up[t], out[t])
+        _act_mul_row(gate_up[t], gelu, out[t])
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
 def _rope_write_serial(
-    qkv: Any, positions: Any, slots: Any, cos: Any, sin: Any, kv: Any, layer: Any, num_heads: Any
-) -> None:
+    qkv: Any, positions: Any, slots: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, eps: Any,
+    kv: Any, scales: Any, layer: Any, num_heads: Any,
+) -> None:  # fmt: skip
     for t in range(qkv.shape[0]):
-        _rope_write_row(qkv[t], positions[t], slots[t], cos, sin, kv, layer, num_heads)
+        _rope_write_row(
+            qkv[t], positions[t], slots[t], cos, sin, q_norm, k_norm, eps,
+            kv, scales, layer, num_heads,
+        )  # fmt: skip
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
 def _rope_write_parallel(
-    qkv: Any, positions: Any, slots: Any, cos: Any, sin: Any, kv: Any, layer: Any, num_heads: Any
-) -> None:
+    qkv: Any, positions: Any, slots: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, eps: Any,
+    kv: Any, scales: Any, layer: Any, num_heads: Any,
+) -> None:  # fmt: skip
     for t in numba.prange(qkv.shape[0]):
-        _rope_write_row(qkv[t], positions[t], slots[t], cos, sin, kv, layer, num_heads)
+        _rope_write_row(
+            qkv[t], positions[t], slots[t], cos, sin, q_norm, k_norm, eps,
+            kv, scales, layer, num_heads,
+        )  # fmt: skip
 
 
 def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
@@ -139,14 +181,16 @@ def add_rms_norm(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None
     kernel(x, residual, weight, eps, out)
 
 
-def silu_mul(gate_up: Any, out: Any) -> None:
-    """``out = silu(gate_up[:, :I]) * gate_up[:, I:]`` for gate_up [T, 2 I]."""
-    (_silu_mul_serial if len(out) < _SERIAL_ROWS else _silu_mul_parallel)(gate_up, out)
+def act_mul(gate_up: Any, gelu: bool, out: Any) -> None:
+    """``out = act(gate_up[:, :I]) * gate_up[:, I:]`` for gate_up [T, 2 I]; SiLU or tanh-GELU."""
+    (_act_mul_serial if len(out) < _SERIAL_ROWS else _act_mul_parallel)(gate_up, gelu, out)
 
 
 def rope_write_kv(
-    qkv: Any, positions: Any, slots: Any, cos: Any, sin: Any, kv: Any, layer: int, num_heads: int
-) -> None:
-    """Rotate q and k of qkv [T, (Hq + 2 Hkv) * D] in place, and store k and v in their slots."""
+    qkv: Any, positions: Any, slots: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, eps: Any,
+    kv: Any, scales: Any, layer: int, num_heads: int,
+) -> None:  # fmt: skip
+    """Norm (unless the weights are empty) and rotate q, k of qkv [T, (Hq + 2 Hkv) * D] in place,
+    and store k and v in their slots of the KVView arrays ``kv`` and ``scales``."""
     kernel = _rope_write_serial if len(qkv) < _SERIAL_ROWS else _rope_write_parallel
-    kernel(qkv, positions, slots, cos, sin, kv, layer, num_heads)
+    kernel(qkv, positions, slots, cos, sin, q_norm, k_norm, eps, kv, scales, layer, num_heads)

@@ -7,6 +7,7 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 
@@ -18,6 +19,66 @@ def int32_as_float32(typingctx: Any, value: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), codegen
+
+
+@intrinsic
+def as_float32(typingctx: Any, value: Any) -> Any:
+    """A stored KV element as float32; the array's dtype tells the format.
+
+    float32 as is; uint16 holds bfloat16 bits, int16 holds float16 bits, int8 an integer.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (stored,) = args
+        if value == types.uint16:
+            wide = builder.shl(
+                builder.zext(stored, ir.IntType(32)), ir.Constant(ir.IntType(32), 16)
+            )
+            return builder.bitcast(wide, ir.FloatType())
+        if value == types.int16:
+            return builder.fpext(builder.bitcast(stored, ir.HalfType()), ir.FloatType())
+        if value == types.int8:
+            return builder.sitofp(stored, ir.FloatType())
+        return stored
+
+    if value not in (types.float32, types.uint16, types.int16, types.int8):
+        return None
+    return types.float32(value), codegen
+
+
+@intrinsic
+def store_float32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """``array[index] = value`` for a 1-D KV row in any of ``as_float32``'s formats.
+
+    bfloat16 rounds to nearest even; float16 saturates at ±65504; int8 expects an integral value.
+    """
+    kind = array.dtype
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array_value, position, number = args
+        i16, i32 = ir.IntType(16), ir.IntType(32)
+        if kind == types.uint16:
+            bits = builder.bitcast(number, i32)
+            odd = builder.and_(builder.lshr(bits, ir.Constant(i32, 16)), ir.Constant(i32, 1))
+            rounded = builder.add(builder.add(bits, ir.Constant(i32, 0x7FFF)), odd)
+            number = builder.trunc(builder.lshr(rounded, ir.Constant(i32, 16)), i16)
+        elif kind == types.int16:
+            for limit, above in ((65504.0, ">"), (-65504.0, "<")):
+                bound = ir.Constant(ir.FloatType(), limit)
+                beyond = builder.fcmp_ordered(above, number, bound)
+                number = builder.select(beyond, bound, number)
+            number = builder.bitcast(builder.fptrunc(number, ir.HalfType()), i16)
+        elif kind == types.int8:
+            number = builder.fptosi(number, ir.IntType(8))
+        struct = context.make_array(array)(context, builder, array_value)
+        (stride,) = cgutils.unpack_tuple(builder, struct.strides, 1)
+        address = builder.add(
+            builder.ptrtoint(struct.data, stride.type), builder.mul(position, stride)
+        )
+        builder.store(number, builder.inttoptr(address, struct.data.type))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), codegen
 
 
 _LOG2E = 1.4426950408889634

@@ -1,0 +1,144 @@
+"""Every supported architecture gives transformers' float32 greedy tokens, chunked and batched."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.backends.cpu.backend import CpuBackend
+from engine.engine import Engine
+from engine.sequence import Sequence
+from mesh.config import WorkerConfig
+from mesh.messages import SamplingParams
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+FAMILIES: dict[str, transformers.PretrainedConfig] = {
+    "llama": transformers.LlamaConfig(**_SHAPE),
+    "llama-bias-untied": transformers.LlamaConfig(
+        **_SHAPE, attention_bias=True, tie_word_embeddings=False
+    ),
+    "llama-linear": transformers.LlamaConfig(
+        **_SHAPE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    ),
+    "llama-llama3": transformers.LlamaConfig(
+        **_SHAPE, rope_parameters={**_LLAMA3, "rope_theta": 1e4}
+    ),
+    "llama-yarn": transformers.LlamaConfig(**_SHAPE, rope_parameters={**_YARN, "rope_theta": 1e4}),
+    "mistral-window": transformers.MistralConfig(**_SHAPE, sliding_window=24),
+    "qwen2": transformers.Qwen2Config(**_SHAPE),
+    "qwen3": transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=True),
+    "gemma3": transformers.Gemma3TextConfig(
+        **_SHAPE, sliding_window=24, layer_types=["sliding_attention"] * 2 + ["full_attention"]
+    ),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**_SHAPE, **_MOE, norm_topk_prob=True),
+}
+
+
+def _engine(folder: Path, **config: Any) -> Engine:
+    defaults = {"kv_blocks": 64, "max_batched_tokens": 48, "weights": "fp32"}
+    worker = WorkerConfig(
+        role="decode",
+        worker_id="test",
+        redis_url="redis://127.0.0.1:1/0",
+        model=str(folder),
+        **{**defaults, **config},
+    )
+    return Engine(worker, CpuBackend(worker.weights, 2))
+
+
+def _generate(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:
+    now_s = time.monotonic()
+    sequences = [
+        Sequence(
+            request_id=str(index),
+            transfer_id=str(index),
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(max_tokens=count, temperature=0.0),
+            deadline_s=now_s + 1e6,
+            arrival_s=now_s + index,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    live = set(sequences)
+    while live:
+        engine.step()
+        for sequence in [s for s in live if s.finish_reason is not None]:
+            engine.scheduler.finish(sequence)
+            live.remove(sequence)
+    engine.scheduler.pool.check_integrity()
+    return [sequence.token_ids[len(p) :] for sequence, p in zip(sequences, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers(family: str, tmp_path: Path) -> None:
+    config = FAMILIES[family]
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 0.0 if "gemma" in family else 1.0, 0.2)
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    model.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(3, 320, (length,), generator=generator).tolist()
+        for length in (1, 15, 16, 17, 40, 90)
+    ]
+    engine = _engine(tmp_path)
+    outputs = _generate(engine, prompts, 12)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        best = logits.topk(2).values
+        for position, token in enumerate(output):
+            margin = float(best[position, 0] - best[position, 1])
+            assert token == int(logits[position].argmax()) or margin < 1e-3, (position, margin)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bf16", 0.05), ("fp16", 0.01), ("int8", 0.05)])
+def test_kv_dtypes_stay_close_to_fp32(dtype: str, bound: float, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(**{**_SHAPE, "initializer_range": 0.08})
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        tmp_path
+    )
+    prompt = torch.randint(3, 320, (50,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = {}
+    for kind in ("fp32", dtype):
+        engine = _engine(tmp_path, kv_dtype=kind)
+        captured: list[torch.Tensor] = []
+        forward = engine.model.forward
+        engine.model.forward = lambda batch: captured.append(forward(batch)) or captured[-1]  # type: ignore[method-assign]
+        _generate(engine, [prompt], 1)
+        logits[kind] = captured[-1]
+    error = (logits[dtype] - logits["fp32"]).abs().max() / logits["fp32"].abs().max()
+    assert 0 < error < bound
