@@ -53,6 +53,10 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             "finish_reason": deltas[-1].finish_reason,
         }
 
+    def put_prompt_ids(self, body: dict[str, Any], answer: Answer) -> None:
+        """See ``Endpoint``: all choices share one prompt."""
+        body["prompt_token_ids"] = answer.choices[0].generation.request.prompt_ids
+
 
 def _encode(model: ServedModel, request: ChatRequest) -> list[int]:
     if model.chat_template is None:

@@ -17,6 +17,7 @@ class Delta(NamedTuple):
 
     text: str
     """Visible text that became complete; often "" ."""
+    token_id: int
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None
 
@@ -104,4 +105,4 @@ class Choice:
         if reason is not None:
             self.finish_reason = reason
             self._metrics.on_finished(reason)
-        return Delta(text, reason, logprobs)
+        return Delta(text, token_id, reason, logprobs)

@@ -52,6 +52,12 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
             "finish_reason": deltas[-1].finish_reason,
         }
 
+    def put_prompt_ids(self, body: dict[str, Any], answer: Answer) -> None:
+        """See ``Endpoint``: each prompt has its own."""
+        for choice in answer.choices:
+            shown = body["choices"][choice.index]
+            shown["prompt_token_ids"] = choice.generation.request.prompt_ids
+
 
 def _items(request: CompletionRequest) -> list[str | list[Any]]:
     """The prompts: strings or lists that should be token ids."""

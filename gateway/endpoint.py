@@ -25,7 +25,14 @@ class ChunksFactory(Protocol):
     """Constructor of a stream's formatter."""
 
     def __call__(
-        self, *, answer_id: str, created: int, model: str, with_usage: bool, tokenizer: Tokenizer
+        self,
+        *,
+        answer_id: str,
+        created: int,
+        model: str,
+        with_usage: bool,
+        with_ids: bool,
+        tokenizer: Tokenizer,
     ) -> Chunks:
         """Build it for one answer."""
         ...
@@ -52,6 +59,10 @@ class Endpoint(Generic[_Request]):
         """One item of ``choices`` of a whole answer."""
         raise NotImplementedError
 
+    def put_prompt_ids(self, body: dict[str, Any], answer: Answer) -> None:
+        """Add ``prompt_token_ids`` where vLLM has them for this endpoint."""
+        raise NotImplementedError
+
     async def serve(self, http_request: web.Request) -> web.StreamResponse:
         """Run the request and answer it.
 
@@ -74,7 +85,7 @@ class Endpoint(Generic[_Request]):
             with answer:
                 if request.stream:
                     return await self._stream(http_request, frontend, request, answer)
-                return await self._whole(frontend, answer)
+                return await self._whole(frontend, request, answer)
 
     async def _stream(
         self, http_request: web.Request, frontend: Frontend, request: _Request, answer: Answer
@@ -85,23 +96,30 @@ class Endpoint(Generic[_Request]):
             created=answer.created,
             model=frontend.model.name,
             with_usage=bool(options and options.include_usage),
+            with_ids=request.return_token_ids,
             tokenizer=frontend.model.tokenizer,
         )
         return await stream_answer(http_request, answer, chunks, request)
 
-    async def _whole(self, frontend: Frontend, answer: Answer) -> web.Response:
+    async def _whole(self, frontend: Frontend, request: _Request, answer: Answer) -> web.Response:
         deltas = await answer.collect()
-        body = {
+        choices = [
+            self.choice(frontend, answer, index, of_choice)
+            for index, of_choice in enumerate(deltas)
+        ]
+        if request.return_token_ids:
+            for choice, of_choice in zip(choices, deltas, strict=True):
+                choice["token_ids"] = [delta.token_id for delta in of_choice]
+        body: dict[str, Any] = {
             "id": self.id_prefix + answer.id,
             "object": self.object_name,
             "created": answer.created,
             "model": frontend.model.name,
-            "choices": [
-                self.choice(frontend, answer, index, of_choice)
-                for index, of_choice in enumerate(deltas)
-            ],
+            "choices": choices,
             "usage": usage(answer.choices, answer.samples_per_prompt),
         }
+        if request.return_token_ids:
+            self.put_prompt_ids(body, answer)
         return web.Response(body=orjson.dumps(body), content_type="application/json")
 
 

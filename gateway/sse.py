@@ -45,24 +45,38 @@ class _Frame:
         head = orjson.dumps({"id": answer_id, "object": kind, "created": created, "model": model})
         self.head = b"data: " + head[:-1] + b',"choices":['
         # OpenAI: with include_usage every chunk has the field, null but for the last.
-        self.tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self.no_usage = b',"usage":null' if with_usage else b""
 
-    def close(self, usage: dict[str, Any] | None) -> bytes:
-        if usage is None:
-            return self.tail
-        return b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+    def close(self, usage: dict[str, Any] | None, extra: bytes = b"") -> bytes:
+        shown = self.no_usage if usage is None else b',"usage":' + orjson.dumps(usage)
+        return b"]" + shown + extra + b"}\n\n"
 
 
-def _after_text(delta: Delta, logprobs: bytes) -> bytes:
+def _after_text(delta: Delta, logprobs: bytes, token_ids: bytes) -> bytes:
     reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
-    return b',"logprobs":' + logprobs + b',"finish_reason":' + reason + b"}"
+    return b',"logprobs":' + logprobs + b',"finish_reason":' + reason + token_ids + b"}"
+
+
+def _token_ids(delta: Delta) -> bytes:
+    return b',"token_ids":[%d]' % delta.token_id
+
+
+def _prompt_token_ids(choice: Choice) -> bytes:
+    return b',"prompt_token_ids":' + orjson.dumps(choice.generation.request.prompt_ids)
 
 
 class ChatChunks:
     """Events of /v1/chat/completions; the first token of a choice carries the role."""
 
     def __init__(
-        self, *, answer_id: str, created: int, model: str, with_usage: bool, tokenizer: Tokenizer
+        self,
+        *,
+        answer_id: str,
+        created: int,
+        model: str,
+        with_usage: bool,
+        with_ids: bool,
+        tokenizer: Tokenizer,
     ) -> None:
         self._frame = _Frame(
             answer_id=answer_id,
@@ -72,21 +86,25 @@ class ChatChunks:
             with_usage=with_usage,
         )
         self._tokenizer = tokenizer
+        self._with_ids = with_ids
         self._heads: dict[int, bytes] = {}
 
     def token(self, choice: Choice, delta: Delta, usage: dict[str, Any] | None) -> bytes:
         """See ``Chunks``."""
         head = self._heads.get(choice.index)
+        prompt_ids = b""
         if head is None:
             start = self._frame.head + b'{"index":%d,"delta":{' % choice.index
             self._heads[choice.index] = start + b'"content":'
             head = start + b'"role":"assistant","content":'
+            if self._with_ids:
+                prompt_ids = _prompt_token_ids(choice)
         logprobs = b"null"
         if delta.logprobs is not None:
             content = [chat_logprobs(delta.logprobs, self._tokenizer)]
             logprobs = orjson.dumps({"content": content, "refusal": None})
-        end = b"}" + _after_text(delta, logprobs)
-        return head + orjson.dumps(delta.text) + end + self._frame.close(usage)
+        end = b"}" + _after_text(delta, logprobs, _token_ids(delta) if self._with_ids else b"")
+        return head + orjson.dumps(delta.text) + end + self._frame.close(usage, prompt_ids)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """See ``Chunks``."""
@@ -97,7 +115,14 @@ class CompletionChunks:
     """Events of /v1/completions."""
 
     def __init__(
-        self, *, answer_id: str, created: int, model: str, with_usage: bool, tokenizer: Tokenizer
+        self,
+        *,
+        answer_id: str,
+        created: int,
+        model: str,
+        with_usage: bool,
+        with_ids: bool,
+        tokenizer: Tokenizer,
     ) -> None:
         self._frame = _Frame(
             answer_id=answer_id,
@@ -107,6 +132,8 @@ class CompletionChunks:
             with_usage=with_usage,
         )
         self._tokenizer = tokenizer
+        self._with_ids = with_ids
+        self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def token(self, choice: Choice, delta: Delta, usage: dict[str, Any] | None) -> bytes:
@@ -119,7 +146,13 @@ class CompletionChunks:
             collected.add(delta.logprobs, delta.text)
             logprobs = orjson.dumps(collected.take())
         start = self._frame.head + b'{"index":%d,"text":' % choice.index
-        end = _after_text(delta, logprobs) + self._frame.close(usage)
+        ids = b""
+        if self._with_ids:
+            ids = _token_ids(delta)
+            if choice.index not in self._begun:
+                self._begun.add(choice.index)
+                ids += _prompt_token_ids(choice)
+        end = _after_text(delta, logprobs, ids) + self._frame.close(usage)
         return start + orjson.dumps(delta.text) + end
 
     def usage(self, usage: dict[str, Any]) -> bytes:
