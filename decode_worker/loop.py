@@ -14,6 +14,7 @@ an abort, it means that nobody can write into them any more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.engine import Engine, StepResult
@@ -84,17 +85,21 @@ class DecodeLoop:
         self._jobs: dict[str, Job] = {}
         self._prefill: dict[str, PeerRef] = {}
         self._quarantine: dict[str, list[int]] = {}
+        self._siblings: dict[str, list[Submit]] = {}
         self._events: list[Event] = []
         self.snapshot: LoadSnapshot = take_snapshot(engine)
 
     def handle(self, command: Command) -> None:
         """Apply one command; see ``Loop``."""
         match command:
+            case Submit() if self._awaits_kv(command.request.after):
+                self._siblings.setdefault(command.request.after, []).append(command)
             case Submit():
                 self._submit(command.request, command.gateway_id)
             case Abort():
                 self._abort(command.transfer_id)
             case GatewayLost():
+                self._forget_siblings(lambda held: held.gateway_id == command.gateway_id)
                 for transfer_id, job in list(self._jobs.items()):
                     if job.gateway_id == command.gateway_id:
                         self._abort(transfer_id)
@@ -119,7 +124,8 @@ class DecodeLoop:
                 self._open_transfer(sequence)
             self._emit(outcome.results)
         events, self._events = self._events, []
-        self.snapshot = take_snapshot(self._engine)
+        num_held = sum(len(held) for held in self._siblings.values())
+        self.snapshot = take_snapshot(self._engine, num_held=num_held)
         return events, worked
 
     def _submit(self, request: DecodeRequest, gateway_id: str) -> None:
@@ -143,6 +149,26 @@ class DecodeLoop:
         job = self._jobs.get(transfer_id)
         if job is not None:
             self._drop(job)
+        else:
+            self._forget_siblings(lambda held: held.request.transfer_id == transfer_id)
+
+    def _awaits_kv(self, transfer_id: str) -> bool:
+        job = self._jobs.get(transfer_id)
+        return job is not None and job.sequence.state in (
+            SequenceState.WAITING,
+            SequenceState.WAITING_FOR_KV,
+        )
+
+    def _forget_siblings(self, which: Callable[[Submit], bool]) -> None:
+        for transfer_id, held in list(self._siblings.items()):
+            held[:] = [submit for submit in held if not which(submit)]
+            if not held:
+                del self._siblings[transfer_id]
+
+    def _release_siblings(self, transfer_id: str) -> None:
+        """Start what waited for this transfer: it finds the KV in the prefix cache, or computes."""
+        for submit in self._siblings.pop(transfer_id, ()):
+            self._submit(submit.request, submit.gateway_id)
 
     def _drop(self, job: Job) -> None:
         """Forget a live job; a granted sequence's blocks go to quarantine first."""
@@ -177,6 +203,7 @@ class DecodeLoop:
             return
         self._scheduler.kv_arrived(sequence)
         sequence.append(done.first_token_id)
+        self._release_siblings(sequence.transfer_id)
 
     def _kv_failed(self, command: KVFailed) -> None:
         job = self._jobs.get(command.transfer_id)
@@ -204,7 +231,9 @@ class DecodeLoop:
 
     def _forget(self, sequence: Sequence) -> Job:
         self._prefill.pop(sequence.transfer_id, None)
-        return self._jobs.pop(sequence.transfer_id)
+        job = self._jobs.pop(sequence.transfer_id)
+        self._release_siblings(sequence.transfer_id)
+        return job
 
     def _fail(self, job: Job, error: PdmeshError) -> None:
         sequence = job.sequence

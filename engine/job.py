@@ -33,6 +33,7 @@ def make_sequence(request: PrefillRequest | DecodeRequest) -> Sequence:
         deadline_s=now_s + request.ttl_s,
         arrival_s=now_s,
         priority=request.priority,
+        slo_class=request.slo_class,
         cache_salt=request.cache_salt,
     )
 

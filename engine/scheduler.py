@@ -55,6 +55,7 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_batched_tokens: int,
+        batch_chunk_tokens: int = 128,
         prefix_caching: bool = True,
         watermark: float = 0.01,
         clock: Callable[[], float] = time.monotonic,
@@ -63,10 +64,12 @@ class Scheduler:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
+        self.batch_chunk_tokens = min(batch_chunk_tokens, max_batched_tokens)
         self.prefix_cache = PrefixCache(pool, block_size, enabled=prefix_caching)
         self.num_preemptions = 0
         self._watermark_blocks = int(watermark * pool.num_blocks)
         self._clock = clock
+        self._keep_steps_small = False
         self._waiting: list[Sequence] = []
         self._waiting_remote: set[Sequence] = set()
         self._waiting_for_kv: dict[str, Sequence] = {}
@@ -160,6 +163,9 @@ class Scheduler:
         """Plan the next step; allocates the blocks it needs, preempting when they run out."""
         plan = StepPlan()
         self._expire(plan)
+        self._keep_steps_small = any(
+            sequence.slo_class == "interactive" for sequence in (*self._running, *self._waiting)
+        )
         budget = self.max_batched_tokens
         budget = self._schedule_running(plan, budget)
         self._admit_waiting(plan, budget)
@@ -171,8 +177,18 @@ class Scheduler:
             chunk.sequence.num_computed_tokens += chunk.num_scheduled_tokens
             self.prefix_cache.publish(chunk.sequence)
 
+    def _chunk_limit(self, sequence: Sequence, budget: int) -> int:
+        """Prompt tokens that this sequence may add to the step.
+
+        Steps stay small while interactive sequences take part in them: then batch prompts share
+        ``batch_chunk_tokens`` instead of the whole budget.
+        """
+        if sequence.slo_class == "interactive" or not self._keep_steps_small:
+            return budget
+        return max(0, self.batch_chunk_tokens - (self.max_batched_tokens - budget))
+
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
-        self._running.sort(key=_urgency)
+        self._running.sort(key=_by_urgency)
         decoding = [s for s in self._running if s.num_uncomputed_tokens == 1]
         prefilling = [s for s in self._running if s.num_uncomputed_tokens > 1]
         for sequence in decoding + prefilling:
@@ -180,17 +196,22 @@ class Scheduler:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for a more urgent one in this very step
-            count = min(sequence.num_uncomputed_tokens, budget)
+            count = sequence.num_uncomputed_tokens
+            if count > 1:
+                count = min(count, self._chunk_limit(sequence, budget))
+            if count == 0:
+                continue
             if self._grow(sequence, sequence.num_computed_tokens + count, plan):
                 plan.chunks.append(ScheduledChunk(sequence, count))
                 budget -= count
         return budget
 
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
-        self._waiting.sort(key=_urgency)
+        self._waiting.sort(key=_by_urgency)
         for sequence in list(self._waiting):
             remote = sequence in self._waiting_remote
-            if not remote and budget == 0:
+            limit = 0 if remote else self._chunk_limit(sequence, budget)
+            if not remote and limit == 0:
                 continue
             active = len(self._running) + len(self._waiting_for_kv)
             if active >= self.max_num_seqs or not self._reserve(sequence):
@@ -204,7 +225,7 @@ class Scheduler:
             else:
                 sequence.move(SequenceState.RUNNING)
                 self._running.append(sequence)
-                count = min(sequence.num_uncomputed_tokens, budget)
+                count = min(sequence.num_uncomputed_tokens, limit)
                 plan.chunks.append(ScheduledChunk(sequence, count))
                 budget -= count
 
@@ -213,8 +234,7 @@ class Scheduler:
         cached = self.prefix_cache.match(sequence)
         wanted = self._blocks_for(sequence.num_tokens) - len(cached)
         available = self.pool.num_free - self.pool.num_free_among(cached)
-        alone = not (self._running or self._waiting_for_kv or self._sending)
-        if wanted + (0 if alone else self._watermark_blocks) > available:
+        if wanted + self._headroom(sequence) > available:
             return False
         self.pool.acquire(cached)
         sequence.block_table = cached + self.pool.allocate(wanted)
@@ -223,11 +243,22 @@ class Scheduler:
         sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
+    def _headroom(self, sequence: Sequence) -> int:
+        """Blocks to leave free for what runs already, so that it is not preempted at once.
+
+        A sequence that was preempted before comes back only when everything running can grow by a
+        block: its recomputation would otherwise be thrown away again.
+        """
+        if not (self._running or self._waiting_for_kv or self._sending):
+            return 0
+        growing = len(self._running) if sequence.num_preemptions else 0
+        return max(self._watermark_blocks, growing)
+
     def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Extend the block table to hold ``num_tokens``; may preempt others, or this one."""
         missing = self._blocks_for(num_tokens) - len(sequence.block_table)
         while missing > self.pool.num_free:
-            victim = max(self._running, key=_urgency)
+            victim = max(self._running, key=_by_urgency)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
@@ -275,6 +306,5 @@ class Scheduler:
         return -(-num_tokens // self.block_size)
 
 
-def _urgency(sequence: Sequence) -> tuple[int, float]:
-    """Sort key: the most urgent first; the last one is the first to be preempted."""
-    return (sequence.priority, sequence.arrival_s)
+def _by_urgency(sequence: Sequence) -> tuple[int, float]:
+    return sequence.urgency

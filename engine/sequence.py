@@ -5,7 +5,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from mesh.messages import FinishReason, SamplingParams
+from mesh.messages import FinishReason, SamplingParams, SloClass
+
+_PATIENCE_S: dict[SloClass, float] = {"interactive": 0.0, "batch": 60.0}
+"""Batch work yields to interactive work that arrives up to this much later."""
+_PROMPT_TOKEN_S = 0.002
+"""Slack per prompt token; of the order of its computing time on a CPU, far above it on a GPU."""
 
 
 class SequenceState(enum.Enum):
@@ -56,6 +61,7 @@ class Sequence:
     """``time.monotonic()`` at which the request expires."""
     arrival_s: float
     priority: int = 0
+    slo_class: SloClass = "interactive"
     cache_salt: str = ""
     state: SequenceState = SequenceState.WAITING
     block_table: list[int] = field(default_factory=list)
@@ -80,6 +86,16 @@ class Sequence:
         if state not in _TRANSITIONS[self.state]:
             raise RuntimeError(f"sequence {self.transfer_id}: {self.state.name} → {state.name}")
         self.state = state
+
+    @property
+    def urgency(self) -> tuple[int, float]:
+        """Sort key: priority, then a virtual deadline; the least runs first, the largest yields.
+
+        The deadline allows for the class's patience and for the prompt's own length, so short
+        prompts pass long ones, and whatever has waited long enough passes everything newer.
+        """
+        slack_s = _PATIENCE_S[self.slo_class] + self.num_prompt_tokens * _PROMPT_TOKEN_S
+        return (self.priority, self.arrival_s + slack_s)
 
     @property
     def num_tokens(self) -> int:

@@ -8,8 +8,8 @@ from engine.engine import Engine
 from mesh.messages import LoadSnapshot
 
 
-def take_snapshot(engine: Engine) -> LoadSnapshot:
-    """Read the engine's load (call on the model thread; ``open_transfers`` is the caller's)."""
+def take_snapshot(engine: Engine, *, num_held: int = 0) -> LoadSnapshot:
+    """Read the engine's load (on the model thread); ``num_held`` requests wait outside it."""
     scheduler = engine.scheduler
     pool = scheduler.pool
     return LoadSnapshot(
@@ -18,7 +18,7 @@ def take_snapshot(engine: Engine) -> LoadSnapshot:
         kv_blocks_quarantined=pool.num_quarantined,
         open_transfers=0,
         running=scheduler.num_running,
-        waiting=scheduler.num_waiting,
+        waiting=scheduler.num_waiting + num_held,
         queued_tokens=scheduler.num_queued_tokens,
         step_time_s=engine.step_time_s,
         tokens_per_s=engine.tokens_per_s,

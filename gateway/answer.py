@@ -77,6 +77,7 @@ class Answer:
                 num_prompt_tokens=len(prompt.token_ids),
                 max_model_len=frontend.max_model_len,
             )
+            first: Generation | None = None
             for sample in range(self.samples_per_prompt):
                 index = len(self.choices)
                 seed = seed_of_sample(sampling.seed, sample)
@@ -90,11 +91,14 @@ class Answer:
                         deadline_s=deadline_s,
                         priority=request.priority,
                         cache_salt=request.cache_salt or "",
+                        slo_class=request.slo_class,
                     ),
                     request_metrics=request_metrics,
                     on_ready=self._wake.set,
                     on_slow_reader=on_slow_reader,
+                    sibling=first,
                 )
+                first = first or generation
                 choice = Choice(
                     index,
                     generation,

@@ -8,6 +8,8 @@ Token order within an attempt that starts at output position ``base``:
 
     P:  base            exactly one token
     D:  base+1, base+2, …      may overtake P's token on its own connection; then it waits here
+
+Without P (the prompt's KV is on D already, or will be) every token comes from D.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from mesh.messages import (
     PrefillRequest,
     RequestFailed,
     SamplingParams,
+    SloClass,
     TokenOutput,
 )
 
@@ -65,14 +68,20 @@ class Attempt:
     """Owns both legs on the workers until the last token, a failure or ``abort()``."""
 
     def __init__(
-        self, cluster: Cluster, owner: AttemptOwner, *, prefill: Worker, decode: Worker, base: int
+        self,
+        cluster: Cluster,
+        owner: AttemptOwner,
+        *,
+        prefill: Worker | None,
+        decode: Worker,
+        base: int,
     ) -> None:
         """Prepare; nothing is sent before ``start``.
 
         Args:
             cluster: Delivers the workers' messages.
             owner: Hears the tokens and the failure.
-            prefill: Computes the prompt and makes token ``base``.
+            prefill: Computes the prompt and makes token ``base``; None: ``decode`` does that too.
             decode: Makes the tokens after it.
             base: Number of output tokens that earlier attempts made.
         """
@@ -81,6 +90,7 @@ class Attempt:
         self._owner = owner
         self._prefill = prefill
         self._decode = decode
+        self._workers = (decode,) if prefill is None else (decode, prefill)
         self._base = base
         self._next_index = base
         self._overtaking: list[TokenOutput] = []
@@ -98,11 +108,13 @@ class Attempt:
         ttl_s: float,
         priority: int,
         cache_salt: str,
+        slo_class: SloClass,
+        after: str = "",
     ) -> None:
         """Send both legs at once (fields as in the messages)."""
         self._move(_State.RUNNING)
         self._request_id = request_id
-        for worker in (self._decode, self._prefill):
+        for worker in self._workers:
             self._cluster.attach(worker, self.transfer_id, self, len(token_ids))
         decode = DecodeRequest(
             request_id=request_id,
@@ -111,23 +123,29 @@ class Attempt:
             num_prompt_tokens=num_prompt_tokens,
             sampling=sampling,
             ttl_s=ttl_s,
-            prefill=self._prefill.ref,
+            prefill=None if self._prefill is None else self._prefill.ref,
             priority=priority,
             cache_salt=cache_salt,
+            slo_class=slo_class,
+            after=after,
         )
-        prefill = PrefillRequest(
-            request_id=request_id,
-            transfer_id=self.transfer_id,
-            token_ids=token_ids,
-            num_prompt_tokens=num_prompt_tokens,
-            sampling=sampling,
-            ttl_s=ttl_s,
-            decode=self._decode.ref,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        legs: list[tuple[Worker, DecodeRequest | PrefillRequest]] = [(self._decode, decode)]
+        if self._prefill is not None:
+            prefill = PrefillRequest(
+                request_id=request_id,
+                transfer_id=self.transfer_id,
+                token_ids=token_ids,
+                num_prompt_tokens=num_prompt_tokens,
+                sampling=sampling,
+                ttl_s=ttl_s,
+                decode=self._decode.ref,
+                priority=priority,
+                cache_salt=cache_salt,
+                slo_class=slo_class,
+            )
+            legs.append((self._prefill, prefill))
         try:
-            for worker, message in ((self._decode, decode), (self._prefill, prefill)):
+            for worker, message in legs:
                 if not worker.send(message):
                     lost = WorkerLost(f"{worker.info.worker_id} takes no messages")
                     self._fail(lost, worker.info.worker_id, retryable=True)
@@ -145,21 +163,21 @@ class Attempt:
         """A worker made tokens of this transfer."""
         if self._state is not _State.RUNNING:
             return
-        if worker_id == self._prefill.info.worker_id:
+        if self._is_prefill(worker_id):
             self._on_first_token(worker_id, output)
             return
         self._decode_answered = True
-        if self._next_index > self._base:
+        if self._prefill is None or self._next_index > self._base:
             self._deliver(worker_id, output)
         elif len(self._overtaking) < MAX_OVERTAKING_OUTPUTS:
             self._overtaking.append(output)
         else:
             missing = ProtocolError(f"output {self._base} is missing")
-            self._fail(missing, self._prefill.info.worker_id, retryable=True)
+            self._fail(missing, self._workers[-1].info.worker_id, retryable=True)
 
     def on_failed(self, worker_id: str, failed: RequestFailed) -> None:
         """A worker gave up on this transfer and freed what it held."""
-        if worker_id == self._prefill.info.worker_id and self._prefill_is_done():
+        if self._is_prefill(worker_id) and self._prefill_is_done():
             return
         error = error_from_code(failed.code, failed.message)
         self._fail(error, worker_id, retryable=failed.retryable)
@@ -168,9 +186,17 @@ class Attempt:
         """The link to a worker went down."""
         # After its token, what P still owes is the KV, and D is nearer to know whether that came:
         # D goes on, or fails this attempt.
-        if worker_id == self._prefill.info.worker_id and self._next_index > self._base:
+        if self._is_prefill(worker_id) and self._next_index > self._base:
             return
         self._fail(error, worker_id, retryable=True)
+
+    @property
+    def decode_worker(self) -> Worker:
+        """Where the answer is made."""
+        return self._decode
+
+    def _is_prefill(self, worker_id: str) -> bool:
+        return self._prefill is not None and worker_id == self._prefill.info.worker_id
 
     def _prefill_is_done(self) -> bool:
         return self._next_index > self._base and self._decode_answered
@@ -203,19 +229,19 @@ class Attempt:
         self._abort_legs()
         avoid = {worker_id}
         if isinstance(error, TransferFailed):  # either side may be at fault
-            avoid |= {self._prefill.info.worker_id, self._decode.info.worker_id}
+            avoid |= {worker.info.worker_id for worker in self._workers}
         self._owner.on_attempt_failed(error, avoid, retryable)
 
     def _end(self, state: _State) -> None:
         self._move(state)
         self._overtaking.clear()
-        for worker in (self._prefill, self._decode):
+        for worker in self._workers:
             self._cluster.detach(worker, self.transfer_id)
 
     def _abort_legs(self) -> None:
         # Also to the leg that failed: an abort is idempotent, and it may have failed only here.
         message = AbortRequest(request_id=self._request_id, transfer_id=self.transfer_id)
-        for worker in (self._prefill, self._decode):
+        for worker in self._workers:
             worker.send(message)
 
     def _move(self, state: _State) -> None:

@@ -17,13 +17,13 @@ from collections.abc import Callable
 import msgspec
 
 from gateway.attempt import Attempt
-from gateway.cluster import Cluster
+from gateway.cluster import Cluster, Worker
 from gateway.errors import SlowReader
 from gateway.request_metrics import RequestMetrics
 from gateway.router import Need
 from mesh import metrics
 from mesh.errors import DeadlineExceeded, Overloaded, PdmeshError, Unavailable
-from mesh.messages import SamplingParams, TokenOutput
+from mesh.messages import SamplingParams, SloClass, TokenOutput
 
 MAX_ATTEMPTS = 4
 MAX_PENDING_TOKENS = 2048
@@ -52,6 +52,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """In the event loop's time."""
     priority: int = 0
     cache_salt: str = ""
+    slo_class: SloClass = "interactive"
 
 
 class Generation:
@@ -65,6 +66,7 @@ class Generation:
         request_metrics: RequestMetrics,
         on_ready: Callable[[], None],
         on_slow_reader: Callable[[], None],
+        sibling: Generation | None = None,
     ) -> None:
         """Prepare; ``start`` sends it.
 
@@ -74,6 +76,8 @@ class Generation:
             request_metrics: Hears about every token.
             on_ready: Called when ``take()`` or ``error`` has something new.
             on_slow_reader: Called once when the reader fell too far behind.
+            sibling: Another sample of the same prompt, started before: this one runs where that one
+                does and reuses its prompt's KV, unless that attempt is over already.
         """
         self.request = request
         self.error: PdmeshError | None = None
@@ -83,6 +87,7 @@ class Generation:
         self._metrics = request_metrics
         self._on_ready = on_ready
         self._on_slow_reader = on_slow_reader
+        self._sibling = sibling
         self._loop = asyncio.get_running_loop()
         self._pending: list[TokenOutput] = []
         self._num_pending_tokens = 0
@@ -183,7 +188,12 @@ class Generation:
         request = self.request
         token_ids = (*request.prompt_ids, *self._output_ids)
         total = len(request.prompt_ids) + request.sampling.max_tokens
-        prefill, decode = self._cluster.choose(Need(len(token_ids), total), self._avoid)
+        first = self._sibling._attempt if self._sibling and not self._num_attempts else None
+        prefill: Worker | None = None
+        if first is not None:
+            decode = first.decode_worker
+        else:
+            prefill, decode = self._cluster.choose(Need(len(token_ids), total), self._avoid)
         self._num_attempts += 1
         attempt = Attempt(
             self._cluster, self, prefill=prefill, decode=decode, base=len(self._output_ids)
@@ -197,6 +207,8 @@ class Generation:
             ttl_s=max(0.001, request.deadline_s - self._loop.time()),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            slo_class=request.slo_class,
+            after="" if first is None else first.transfer_id,
         )
 
     def _expire(self) -> None:

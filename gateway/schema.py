@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from mesh.errors import InvalidRequest
+from mesh.messages import SloClass
 
 MAX_STOP_STRINGS = 4
 _MAX_SEED = (1 << 63) - 1
@@ -21,6 +22,8 @@ _MAX_SEED = (1 << 63) - 1
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopList = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+ServiceTier = Literal["auto", "default", "priority", "scale", "interactive", "flex", "batch"]
+"""OpenAI's tiers, and the two classes by their own names."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -65,9 +68,15 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    service_tier: ServiceTier | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
+
+    @property
+    def slo_class(self) -> SloClass:
+        """Whether latency or throughput counts; ``flex`` and ``batch`` name the latter."""
+        return "batch" if self.service_tier in ("flex", "batch") else "interactive"
 
 
 class TextPart(msgspec.Struct, kw_only=True):

@@ -24,6 +24,7 @@ PROTOCOL_VERSION = 1
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
+SloClass = Literal["interactive", "batch"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -123,6 +124,9 @@ class PrefillRequest(Message, frozen=True, tag="prefill"):
     priority: int = 0
     """Lower runs first."""
     cache_salt: str = ""
+    """Prefixes are shared only between requests of equal salt."""
+    slo_class: SloClass = "interactive"
+    """Interactive work is favoured for latency, batch work fills what is left."""
 
 
 class DecodeRequest(Message, frozen=True, tag="decode"):
@@ -137,6 +141,9 @@ class DecodeRequest(Message, frozen=True, tag="decode"):
     prefill: PeerRef | None
     priority: int = 0
     cache_salt: str = ""
+    slo_class: SloClass = "interactive"
+    after: str = ""
+    """Transfer id of a sibling on this worker whose KV shares this one's prompt: wait for it."""
 
 
 class AbortRequest(Message, frozen=True, tag="abort"):

@@ -182,9 +182,10 @@ class ScriptedWorker:
         if self.role == "prefill":
             await self._send(peer_id, request, index, 1)
             return
-        if self._reason(request, index) is not None:
-            return  # the answer ended at the prefill worker's token
-        index += 1
+        if isinstance(request, DecodeRequest) and request.prefill is not None:
+            if self._reason(request, index) is not None:
+                return  # the answer ended at the prefill worker's token
+            index += 1
         while await self._send(peer_id, request, index, script.burst):
             index += script.burst
 

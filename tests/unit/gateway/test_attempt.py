@@ -116,6 +116,7 @@ def test_any_order_of_events(faults: list[tuple[str, str, int]], seed: int, shuf
         ttl_s=1.0,
         priority=0,
         cache_salt="",
+        slo_class="interactive",
     )
     aborted = False
     for name, kind, index in events:

@@ -150,10 +150,15 @@ async def test_n_samples_have_their_own_seeds(client: Client, cluster: ScriptedC
     body = await client.complete(n=3, seed=7, prompt=["a", "b"])
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3, 4, 5]
     assert body["usage"]["prompt_tokens"] == 2
-    requests = cluster.workers[0].seen.requests
-    assert sorted(r.sampling.seed for r in requests)[:2] == [7, 7]
-    assert len({r.sampling.seed for r in requests}) == 3
-    assert len({r.request_id for r in requests}) == 6
+    prefill, decode = (worker.seen.requests for worker in cluster.workers)
+    assert sorted(r.sampling.seed for r in decode)[:2] == [7, 7]
+    assert len({r.sampling.seed for r in decode}) == 3
+    assert len({r.request_id for r in decode}) == 6
+    # One prefill per prompt; the other samples follow the first one on its decode worker.
+    firsts = {r.transfer_id for r in prefill}
+    assert len(prefill) == 2
+    assert {r.transfer_id for r in decode if r.prefill is not None} == firsts
+    assert {r.after for r in decode if r.prefill is None} == firsts
 
 
 async def test_echo_puts_the_prompt_first(client: Client, model) -> None:
