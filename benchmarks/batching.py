@@ -1,0 +1,89 @@
+"""Continuous against static batching: one engine, output lengths of a real chat service.
+
+Static: a batch is admitted together, and the next one when its last sequence is done.
+Continuous: whenever a sequence is done, the next one takes its place in the very next step.
+
+    static       | a a a a a a a a | e e e …        continuous   | a a a a a a a a f f …
+                 | b b . . . . . . | f f …                       | b b c c c c d d d d d e …
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+from benchmarks.local_engine import add_sequence, finish_ended, make_engine
+from benchmarks.table import format_table, machine, num_cores, write_json
+from benchmarks.workload import chat_output_lengths, random_prompts
+from mesh.config import WEIGHTS
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+_HEADINGS = ("batching", "output tok/s", "seconds", "steps", "sequences a step")
+
+
+def main(argv: SequenceOf[str]) -> int:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser(prog="pdmesh bench batching", description=__doc__)
+    add = parser.add_argument
+    add("--requests", type=int, default=128, help="taken from the trace, at most 200")
+    add("--scale", type=float, default=0.25, help="multiplies the trace's output lengths")
+    add("--input", type=int, default=16, help="prompt tokens (default: 16)")
+    add("--batch", type=int, default=16, help="most sequences in a batch (default: 16)")
+    add("--rounds", type=int, default=1, help="runs of each kind, alternately (default: 1)")
+    add("--weights", default="int8", choices=WEIGHTS, help="how weights are held")
+    add("--model", default="", help="GGUF file or folder (default: the packaged model)")
+    add("--threads", type=int, default=num_cores(), help="compute threads (default: all cores)")
+    add("--json", default="", metavar="FILE", help="write every round's figures there")
+    options = parser.parse_args(argv)
+    lengths = chat_output_lengths(options.requests, options.scale)
+    print(machine())
+    print(
+        f"{len(lengths)} requests, {options.input} tokens in, {min(lengths)} to {max(lengths)} "
+        f"out (mean {statistics.fmean(lengths):.0f}), batch {options.batch}\n"
+    )
+    engine = make_engine(
+        model=options.model, weights=options.weights, threads=options.threads,
+        max_num_seqs=options.batch,
+    )  # fmt: skip
+    runs: dict[str, list[tuple[float, int]]] = {"static": [], "continuous": []}
+    for number in range(options.rounds):
+        for kind, of_kind in runs.items():
+            prompts = random_prompts(len(lengths), options.input, seed=(kind, number))
+            size = options.batch if kind == "static" else len(lengths)
+            of_kind.append(_run(engine, prompts, lengths, admitted_together=size))
+    num_tokens = sum(lengths)
+    rows: list[list[object]] = []
+    rates = {}
+    for kind, of_kind in runs.items():
+        seconds = statistics.median(seconds for seconds, _ in of_kind)
+        steps = of_kind[0][1]
+        rates[kind] = num_tokens / seconds
+        rows.append([kind, rates[kind], seconds, steps, num_tokens / steps])
+    print(format_table(_HEADINGS, rows))
+    print(f"\ncontinuous / static: {rates['continuous'] / rates['static']:.2f}")
+    if options.json:
+        write_json(options.json, {"machine": machine(), "options": vars(options), "runs": runs})
+    return 0
+
+
+def _run(
+    engine: Engine, prompts: list[list[int]], lengths: list[int], *, admitted_together: int
+) -> tuple[float, int]:
+    """Seconds and steps until every request has its tokens."""
+    num_steps = 0
+    start_s = time.monotonic()
+    for first in range(0, len(lengths), admitted_together):
+        live = {
+            add_sequence(engine, f"{index}", prompts[index], lengths[index])
+            for index in range(first, min(first + admitted_together, len(lengths)))
+        }
+        while live:
+            engine.step()
+            num_steps += 1
+            finish_ended(engine, live)
+    return time.monotonic() - start_s, num_steps
