@@ -4,89 +4,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
+from tests.integration.up_process import Up, wait_until
+
 _START_TIMEOUT_S = 90.0
-
-
-class Up:
-    """One ``pdmesh up`` with its children; ``close()`` leaves none of them."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.temp = folder / "tmp"
-        self.temp.mkdir()
-        self.errors = folder / "stderr"
-        self._children: set[int] = set()
-        with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "cli", "up", *flags],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(self.temp)},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-
-    def children(self) -> dict[str, int]:
-        """Process id of each child by its command, of those that run now."""
-        found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-                words = stat.with_name("cmdline").read_bytes().decode().split("\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if fields[1] == str(self.process.pid) and fields[0] != "Z":
-                pid = int(stat.parent.name)
-                self._children.add(pid)
-                name = words[words.index("cli") + 1] if "cli" in words else "valkey"
-                found[name] = pid
-        return found
-
-    def read_url(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("ready http://"), self.errors.read_text()
-        return line.split()[1]
-
-    def finish(self, timeout_s: float) -> tuple[int, str, str]:
-        """Exit code, the rest of stdout, and stderr."""
-        out, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, out, self.errors.read_text()
-
-    def left(self) -> list[int]:
-        """Children seen earlier that still run."""
-        return [pid for pid in self._children if _runs(pid)]
-
-    def close(self) -> None:
-        self.children()
-        self.process.kill()
-        self.process.communicate()
-        for pid in self.left():
-            os.kill(pid, signal.SIGKILL)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "did not happen in time"
-        time.sleep(0.02)
 
 
 def chat(url: str) -> dict[str, Any]:
@@ -114,29 +42,15 @@ def is_ready(url: str) -> bool:
         return False
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Up]]:
-    started: list[Up] = []
-
-    def run(*flags: str) -> Up:
-        up = Up(tmp_path, *flags)
-        started.append(up)
-        return up
-
-    yield run
-    for up in started:
-        up.close()
-
-
 @pytest.mark.timeout(300)
 def test_a_cluster_lives_heals_and_leaves_nothing(start: Callable[..., Up]) -> None:
     up = start("--port", "0", "--kv-memory-mib", "64")
     url = up.read_url()
     children = up.children()
-    assert set(children) == {"valkey", "gateway", "prefill", "decode"}
+    assert set(children) == {"valkey", "gateway", "prefill-0", "decode-0"}
     assert chat(url)["choices"][0]["message"]["content"]
 
-    for victim in ("decode", "gateway", "valkey"):
+    for victim in ("decode-0", "gateway", "valkey"):
         os.kill(children[victim], signal.SIGKILL)
         wait_until(lambda v=victim: up.children().get(v, children[v]) != children[v], 10)
         wait_until(lambda: is_ready(url), _START_TIMEOUT_S)
@@ -160,7 +74,7 @@ def test_killing_up_kills_its_children(start: Callable[..., Up]) -> None:
     up = start("--port", "0")
     wait_until(lambda: len(up.children()) == 4, 30)
     # The roles ask the kernel for it first thing, still before they import their parts.
-    wait_until(lambda: _has_numpy(up.children()["prefill"]), 30)
+    wait_until(lambda: _has_numpy(up.children()["prefill-0"]), 30)
     up.process.kill()
     up.process.wait()
     wait_until(lambda: up.left() == [], 5)

@@ -1,0 +1,135 @@
+"""What quantised weights cost: perplexity on a fixed text, and answers to simple questions."""
+
+from __future__ import annotations
+
+import math
+from itertools import takewhile
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from engine.backends.cpu.backend import CpuBackend
+from engine.batch import BatchInputs
+from engine.engine import Engine
+from mesh.config import Weights, WorkerConfig
+from tests.integration.conftest import on
+from tests.integration.prompts import BLOCK_SIZE
+from tests.integration.reference import Reference
+from tests.integration.running_cluster import Answer, RunningCluster, ask
+
+CLEAR_MARGIN = 0.5
+"""In logits. Below it the float32 model itself hardly prefers its token, and int8, which moves
+logits by about 0.1, may take the other one without being any worse."""
+
+_ANSWER_TOKENS = 16
+_QUESTIONS = (
+    "What is the capital of France?",
+    "What is the capital of Germany?",
+    "What is the capital of Italy?",
+    "What is the capital of Japan?",
+    "What is the capital of Spain?",
+    "What is 2+2?",
+    "What is 5 times 3?",
+    "What colour is the sky?",
+    "How many days are in a week?",
+    "How many legs does a spider have?",
+    "What is the opposite of hot?",
+    "Which planet is closest to the sun?",
+    "Who wrote Romeo and Juliet?",
+    "What is the largest ocean on Earth?",
+    "What do bees make?",
+    "Name the first month of the year.",
+    "What is water made of?",
+    "What is the boiling point of water in Celsius?",
+    "Which animal barks?",
+    "What language is spoken in Brazil?",
+    "How many minutes are in an hour?",
+    "What is the chemical symbol for gold?",
+    "Who painted the Mona Lisa?",
+    "What gas do plants absorb?",
+)
+"""Chosen before any int8 answer was seen."""
+
+
+def _perplexity(logits: torch.Tensor, ids: list[int]) -> float:
+    losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]))
+    return math.exp(float(losses))
+
+
+def _engine_perplexity(weights: Weights, ids: list[int]) -> float:
+    """One forward over the whole text, as the workers run it (with their default KV storage)."""
+    num_blocks = -(-len(ids) // BLOCK_SIZE)
+    config = WorkerConfig(
+        role="prefill",
+        worker_id="perplexity",
+        redis_url="redis://unused",
+        weights=weights,
+        kv_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=num_blocks * BLOCK_SIZE,
+    )
+    engine = Engine(config, CpuBackend(weights, 2))
+    rows = np.arange(len(ids))
+    batch = BatchInputs(
+        token_ids=np.asarray(ids, np.int64),
+        positions=rows.astype(np.int32),
+        slot_mapping=rows,
+        query_starts=np.asarray([0, len(ids)], np.int32),
+        context_lens=np.asarray([len(ids)], np.int32),
+        block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+        sample_rows=rows,
+    )
+    with torch.inference_mode():
+        return _perplexity(engine.model.forward(batch), ids)
+
+
+@pytest.mark.timeout(300)
+def test_perplexity(reference: Reference, text_ids: list[int]) -> None:
+    expected = _perplexity(reference.logits(text_ids, len(text_ids)), text_ids)
+    kinds: tuple[Weights, ...] = ("fp32", "int8", "int4")
+    found = {kind: _engine_perplexity(kind, text_ids) for kind in kinds}
+    shown = ", ".join(f"{k} {v:.4f} ({100 * (v / expected - 1):+.2f} %)" for k, v in found.items())
+    print(f"perplexity of {len(text_ids)} tokens: transformers fp32 {expected:.4f}, {shown}")
+    assert found["fp32"] == pytest.approx(expected, rel=1e-4)
+    assert found["int8"] == pytest.approx(found["fp32"], rel=0.01)
+
+
+@on("int8-1p1d")
+async def test_the_same_answers(
+    cluster: RunningCluster, session: aiohttp.ClientSession, reference: Reference
+) -> None:
+    """Equal to float32 up to the first token that is a coin-flip for float32."""
+    num_clear_tokens = num_clear_answers = num_equal_answers = 0
+    wrong = []
+    for question in _QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        answer = await ask(cluster, session, messages, max_tokens=_ANSWER_TOKENS)
+        assert answer.prompt_ids == reference.encode(messages)
+        # As long as all tokens before are equal, these are float32's choices on its own way.
+        logits = reference.logits([*answer.prompt_ids, *answer.token_ids[:-1]], _length(answer))
+        best = logits.topk(2)
+        margins = [float(margin) for margin in best.values[:, 0] - best.values[:, 1]]
+        expected = best.indices[:, 0].tolist()
+        num_clear = len(list(takewhile(lambda margin: margin >= CLEAR_MARGIN, margins)))
+        num_clear_tokens += num_clear
+        num_clear_answers += num_clear == _length(answer)
+        num_equal_answers += answer.token_ids == expected
+        if answer.token_ids[:num_clear] != expected[:num_clear]:
+            wrong.append((question, answer.text))
+        if answer.token_ids != expected:
+            pairs = zip(answer.token_ids, expected, strict=True)
+            first = next(i for i, (ours, theirs) in enumerate(pairs) if ours != theirs)
+            print(f"{question} {answer.text!r}: token {first} has margin {margins[first]:.3f}")
+    print(
+        f"{num_equal_answers} of {len(_QUESTIONS)} whole answers equal; "
+        f"{num_clear_answers} are clear throughout; {num_clear_tokens} clear tokens compared"
+    )
+    assert wrong == []
+    assert num_clear_answers >= 5
+    assert num_clear_tokens >= 80
+
+
+def _length(answer: Answer) -> int:
+    return len(answer.token_ids)
