@@ -1,7 +1,8 @@
 """Continuous against static batching: one engine, output lengths of a real chat service.
 
-Static: a batch is admitted together, and the next one when its last sequence is done.
-Continuous: whenever a sequence is done, the next one takes its place in the very next step.
+Static: a batch is admitted together, and the next one when its last sequence is done; padded, as
+servers did it, every row is computed until then. Continuous: whenever a sequence is done, the next
+one takes its place in the very next step. Only the tokens that were asked for count.
 
     static       | a a a a a a a a | e e e …        continuous   | a a a a a a a a f f …
                  | b b . . . . . . | f f …                       | b b c c c c d d d d d e …
@@ -23,15 +24,18 @@ from mesh.config import WEIGHTS
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-_HEADINGS = ("batching", "output tok/s", "seconds", "steps", "sequences a step")
+_KINDS = ("static, padded", "static", "continuous")
+_HEADINGS = (
+    "batching", "output tok/s", "seconds", "steps", "useful tokens a step", "continuous / this",
+)  # fmt: skip
 
 
 def main(argv: SequenceOf[str]) -> int:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(prog="pdmesh bench batching", description=__doc__)
     add = parser.add_argument
-    add("--requests", type=int, default=128, help="taken from the trace, at most 200")
-    add("--scale", type=float, default=0.25, help="multiplies the trace's output lengths")
+    add("--requests", type=int, default=200, help="of the trace, at most 200 (default: 200)")
+    add("--scale", type=float, default=0.25, help="of the trace's lengths (default: 0.25)")
     add("--input", type=int, default=16, help="prompt tokens (default: 16)")
     add("--batch", type=int, default=16, help="most sequences in a batch (default: 16)")
     add("--rounds", type=int, default=1, help="runs of each kind, alternately (default: 1)")
@@ -50,25 +54,35 @@ def main(argv: SequenceOf[str]) -> int:
         model=options.model, weights=options.weights, threads=options.threads,
         max_num_seqs=options.batch,
     )  # fmt: skip
-    runs: dict[str, list[tuple[float, int]]] = {"static": [], "continuous": []}
+    runs: dict[str, list[tuple[float, int]]] = {kind: [] for kind in _KINDS}
     for number in range(options.rounds):
         for kind, of_kind in runs.items():
             prompts = random_prompts(len(lengths), options.input, seed=(kind, number))
-            size = options.batch if kind == "static" else len(lengths)
-            of_kind.append(_run(engine, prompts, lengths, admitted_together=size))
+            size = len(lengths) if kind == "continuous" else options.batch
+            computed = _padded(lengths, size) if kind == "static, padded" else lengths
+            of_kind.append(_run(engine, prompts, computed, admitted_together=size))
+            print(
+                f"round {number + 1}/{options.rounds}, {kind}: {of_kind[-1][0]:.1f} s", flush=True
+            )
     num_tokens = sum(lengths)
+    seconds = {kind: statistics.median(s for s, _ in of_kind) for kind, of_kind in runs.items()}
     rows: list[list[object]] = []
-    rates = {}
     for kind, of_kind in runs.items():
-        seconds = statistics.median(seconds for seconds, _ in of_kind)
         steps = of_kind[0][1]
-        rates[kind] = num_tokens / seconds
-        rows.append([kind, rates[kind], seconds, steps, num_tokens / steps])
-    print(format_table(_HEADINGS, rows))
-    print(f"\ncontinuous / static: {rates['continuous'] / rates['static']:.2f}")
+        ratio = seconds[kind] / seconds["continuous"]
+        rows.append(
+            [kind, num_tokens / seconds[kind], seconds[kind], steps, num_tokens / steps, ratio]
+        )
+    print(f"\n{format_table(_HEADINGS, rows)}")
     if options.json:
         write_json(options.json, {"machine": machine(), "options": vars(options), "runs": runs})
     return 0
+
+
+def _padded(lengths: list[int], batch: int) -> list[int]:
+    """Every length raised to the longest of its batch."""
+    firsts = [index - index % batch for index in range(len(lengths))]
+    return [max(lengths[first : first + batch]) for first in firsts]
 
 
 def _run(
