@@ -30,7 +30,7 @@ def random_prompts(
 
 
 def chat_output_lengths(count: int, scale: float) -> list[int]:
-    """Output lengths of a chat service's first ``count`` requests, times ``scale``.
+    """Output lengths of ``count`` requests of a chat service, in order, times ``scale``.
 
     Scaling keeps the shape of the distribution, which capping would not.
     """
