@@ -87,7 +87,10 @@ def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callab
     D, G, BS = head_dim, group, block_size
     MAX_ROWS = -(-TILE_TOKENS * group // TILE_ROWS) * TILE_ROWS
 
-    @numba.njit(parallel=True, nogil=True, cache=True, fastmath=True, boundscheck=False)
+    @numba.njit(
+        parallel=True, nogil=True, cache=True, fastmath=True, boundscheck=False,
+        error_model="numpy",
+    )  # fmt: skip
     def kernel(
         qkv: Any, kv: Any, kv_scales: Any, layer: Any, block_tables: Any,
         tile_sequence: Any, tile_row: Any, tile_tokens: Any, tile_position: Any, bounds: Any,

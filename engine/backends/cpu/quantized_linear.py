@@ -15,10 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.backends.cpu.elementwise import SERIAL_ELEMENTS
 from engine.backends.cpu.quantized_tile import COLUMNS, GROUP, chunk_bytes, quantized_tile
-
-SERIAL_ROWS = 8
-"""Below this many rows, waking the other threads to quantise them costs more than it saves."""
 
 
 def pack(weight: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
@@ -58,7 +56,7 @@ def pack(weight: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
     return packed
 
 
-@numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False)
+@numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False, error_model="numpy")
 def quantize_row(x: Any, codes: Any, scales: Any, sums: Any) -> None:
     """One activation row [K] → int8 codes [K], per-group scale [K / 32] and ``scale * Σ codes``."""
     for group in range(scales.shape[0]):
@@ -94,7 +92,7 @@ def _matmul_kernel(bits: int) -> Any:
         rows = x.shape[0]
         blocks = packed.shape[0]
         groups = packed.shape[1]
-        if rows < SERIAL_ROWS:
+        if x.size <= SERIAL_ELEMENTS:
             for r in range(rows):
                 quantize_row(x[r], codes[r], scales[r], sums[r])
         else:
