@@ -17,16 +17,15 @@ from decode_worker.loop import (
 )
 from decode_worker.prefill_links import PrefillLinks
 from engine.engine import Engine
-from engine.model_thread import ModelThread
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
-from engine.worker_host import WorkerHost, wait_for_stop
+from engine.worker_host import WorkerHost
+from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
 from kvtransfer.factory import make_transport
 from kvtransfer.pool import BlockMemory
 from kvtransfer.receiver import TransferReceiver
 from mesh.config import WorkerConfig
-from mesh.errors import PdmeshError
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
@@ -36,10 +35,6 @@ from mesh.messages import (
     TransferMessage,
 )
 from mesh.service import process_epoch
-
-BUSY_POLL_S = 0.001
-"""Poll interval while transfers are open: UCX makes progress only when polled."""
-IDLE_POLL_S = 0.05
 
 _logger = logging.getLogger(__name__)
 
@@ -77,48 +72,38 @@ class DecodeControl:
             send=self._links.send,
             lease_s=config.lease_s,
         )
-        self._crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = DecodeLoop(engine)
-        self._thread: ModelThread[Command, Event] = ModelThread(
-            self._loop, on_events=self._on_events, on_crash=self._on_crash
+        self._runtime: WorkerRuntime[Command, Event] = WorkerRuntime(
+            self._loop, self._host, on_events=self._on_events, poll=self._poll
         )
-        self._poll_now = asyncio.Event()
-        self._draining = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``; raises what the model thread raised."""
-        self._thread.start()
-        poller = asyncio.create_task(self._poll())
         try:
-            await self._host.start()
-            await wait_for_stop(stop, self._crashed)
-            self._draining = True
+            await self._runtime.run(stop)
         finally:
-            await self._host.close()
-            await self._thread.close()
-            poller.cancel()
             await self._links.close()
             self._transport.close()
 
     def _on_message(self, peer_id: str, message: AnyMessage) -> None:
         if isinstance(message, DecodeRequest):
-            self._thread.post(Submit(message, peer_id))
+            self._runtime.post(Submit(message, peer_id))
         elif isinstance(message, AbortRequest):
-            self._thread.post(Abort(message.transfer_id))
+            self._runtime.post(Abort(message.transfer_id))
         else:
             _logger.warning("unexpected message peer=%s type=%s", peer_id, type(message).__name__)
 
     def _on_gateway_down(self, peer_id: str) -> None:
-        self._thread.post(GatewayLost(peer_id))
+        self._runtime.post(GatewayLost(peer_id))
 
     def _on_prefill_message(self, worker_id: str, message: AnyMessage) -> None:
         if isinstance(message, TransferMessage):
             self._receiver.on_message(worker_id, message)
-            self._poll_now.set()
+            self._runtime.poll_soon()
 
     def _on_prefill_down(self, worker_id: str) -> None:
         self._receiver.on_peer_down(worker_id)
-        self._poll_now.set()
+        self._runtime.poll_soon()
 
     def _on_events(self, events: list[Event]) -> None:
         for event in events:
@@ -130,36 +115,22 @@ class DecodeControl:
                     self._receiver.open(
                         event.transfer_id, event.prefill, event.block_ids, event.first_index
                     )
-                    self._poll_now.set()
                 case CancelTransfer():
                     self._receiver.cancel(event.transfer_id)
-                    self._poll_now.set()
                 case Failed():
                     self._host.server.send(event.gateway_id, event.message)
 
-    async def _poll(self) -> None:
-        while True:
-            self._poll_now.clear()
-            for event in self._receiver.poll():
-                match event:
-                    case Committed():
-                        self._thread.post(KVCommitted(event.done))
-                    case ReceiveFailed():
-                        reason = f"{event.code}: {event.message}"
-                        self._thread.post(KVFailed(event.transfer_id, reason))
-                    case BlocksReleased():
-                        self._thread.post(BlocksFreed(event.transfer_id))
-            interval_s = BUSY_POLL_S if self._receiver.num_open else IDLE_POLL_S
-            try:
-                async with asyncio.timeout(interval_s):
-                    await self._poll_now.wait()
-            except TimeoutError:
-                continue
+    def _poll(self) -> bool:
+        for event in self._receiver.poll():
+            match event:
+                case Committed():
+                    self._runtime.post(KVCommitted(event.done))
+                case ReceiveFailed():
+                    reason = f"{event.code}: {event.message}"
+                    self._runtime.post(KVFailed(event.transfer_id, reason))
+                case BlocksReleased():
+                    self._runtime.post(BlocksFreed(event.transfer_id))
+        return self._receiver.num_open > 0
 
     def _load(self) -> LoadSnapshot:
-        return with_transfers(self._loop.snapshot, self._receiver.num_open, self._draining)
-
-    def _on_crash(self, error: BaseException) -> None:
-        _logger.error("model thread crashed", exc_info=error)
-        if not self._crashed.done():
-            self._crashed.set_exception(PdmeshError(f"model thread crashed: {error!r}"))
+        return with_transfers(self._loop.snapshot, self._receiver.num_open, self._runtime.draining)

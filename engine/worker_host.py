@@ -5,7 +5,6 @@ The host answers StatusRequest by itself; every other message goes to the role's
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
@@ -136,14 +135,3 @@ class WorkerHost:
             self._engine.scheduler.num_preemptions
         )
         return await metrics_handler(request)
-
-
-async def wait_for_stop(stop: asyncio.Event, crashed: asyncio.Future[None]) -> None:
-    """Return at the stop signal; raise what crashed the model thread."""
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((stopping, crashed), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopping.cancel()
-    if crashed.done():
-        crashed.result()

@@ -6,16 +6,15 @@ import asyncio
 import logging
 
 from engine.engine import Engine
-from engine.model_thread import ModelThread
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
-from engine.worker_host import WorkerHost, wait_for_stop
+from engine.worker_host import WorkerHost
+from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
 from kvtransfer.events import SendFailed
 from kvtransfer.factory import make_transport
 from kvtransfer.pool import BlockMemory
 from kvtransfer.sender import TransferSender
 from mesh.config import WorkerConfig
-from mesh.errors import PdmeshError
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
@@ -35,10 +34,6 @@ from prefill_worker.loop import (
     Submit,
     TransferEnded,
 )
-
-BUSY_POLL_S = 0.001
-"""Poll interval while transfers are open: UCX makes progress only when polled."""
-IDLE_POLL_S = 0.05
 
 _logger = logging.getLogger(__name__)
 
@@ -69,43 +64,33 @@ class PrefillControl:
             send=self._host.server.send,
             lease_s=config.lease_s,
         )
-        self._crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = PrefillLoop(engine)
-        self._thread: ModelThread[Command, Event] = ModelThread(
-            self._loop, on_events=self._on_events, on_crash=self._on_crash
+        self._runtime: WorkerRuntime[Command, Event] = WorkerRuntime(
+            self._loop, self._host, on_events=self._on_events, poll=self._poll
         )
-        self._poll_now = asyncio.Event()
-        self._draining = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``; raises what the model thread raised."""
-        self._thread.start()
-        poller = asyncio.create_task(self._poll())
         try:
-            await self._host.start()
-            await wait_for_stop(stop, self._crashed)
-            self._draining = True
+            await self._runtime.run(stop)
         finally:
-            await self._host.close()
-            await self._thread.close()
-            poller.cancel()
             self._transport.close()
 
     def _on_message(self, peer_id: str, message: AnyMessage) -> None:
         if isinstance(message, PrefillRequest):
-            self._thread.post(Submit(message, peer_id))
+            self._runtime.post(Submit(message, peer_id))
         elif isinstance(message, AbortRequest):
-            self._thread.post(Abort(message.transfer_id))
+            self._runtime.post(Abort(message.transfer_id))
         elif isinstance(message, TransferMessage):
             self._sender.on_message(peer_id, message)
-            self._poll_now.set()
+            self._runtime.poll_soon()
         else:
             _logger.warning("unexpected message peer=%s type=%s", peer_id, type(message).__name__)
 
     def _on_peer_down(self, peer_id: str) -> None:
-        self._thread.post(GatewayLost(peer_id))
+        self._runtime.post(GatewayLost(peer_id))
         self._sender.on_peer_down(peer_id)
-        self._poll_now.set()
+        self._runtime.poll_soon()
 
     def _on_events(self, events: list[Event]) -> None:
         sender = self._sender
@@ -127,25 +112,12 @@ class PrefillControl:
                     sender.cancel(event.transfer_id, "cancelled", "aborted by the gateway")
                 case Failed():
                     self._host.server.send(event.gateway_id, event.message)
-        self._poll_now.set()
 
-    async def _poll(self) -> None:
-        while True:
-            self._poll_now.clear()
-            for event in self._sender.poll():
-                why = f"{event.code}: {event.message}" if isinstance(event, SendFailed) else None
-                self._thread.post(TransferEnded(event.transfer_id, why))
-            interval_s = BUSY_POLL_S if self._sender.num_open else IDLE_POLL_S
-            try:
-                async with asyncio.timeout(interval_s):
-                    await self._poll_now.wait()
-            except TimeoutError:
-                continue
+    def _poll(self) -> bool:
+        for event in self._sender.poll():
+            why = f"{event.code}: {event.message}" if isinstance(event, SendFailed) else None
+            self._runtime.post(TransferEnded(event.transfer_id, why))
+        return self._sender.num_open > 0
 
     def _load(self) -> LoadSnapshot:
-        return with_transfers(self._loop.snapshot, self._sender.num_open, self._draining)
-
-    def _on_crash(self, error: BaseException) -> None:
-        _logger.error("model thread crashed", exc_info=error)
-        if not self._crashed.done():
-            self._crashed.set_exception(PdmeshError(f"model thread crashed: {error!r}"))
+        return with_transfers(self._loop.snapshot, self._sender.num_open, self._runtime.draining)

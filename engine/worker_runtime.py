@@ -1,0 +1,93 @@
+"""Runs what surrounds a worker's hot loop: its host, its model thread, and the transfer poller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Generic
+
+from engine.model_thread import Command, Event, Loop, ModelThread
+from engine.worker_host import WorkerHost
+from mesh.errors import PdmeshError
+
+BUSY_POLL_S = 0.001
+"""Poll interval while transfers are open: UCX makes progress only when polled."""
+IDLE_POLL_S = 0.05
+
+_logger = logging.getLogger(__name__)
+
+
+class WorkerRuntime(Generic[Command, Event]):
+    """Owns the model thread; borrows the host. Lives in one event loop."""
+
+    def __init__(
+        self,
+        loop: Loop[Command, Event],
+        host: WorkerHost,
+        *,
+        on_events: Callable[[list[Event]], None],
+        poll: Callable[[], bool],
+    ) -> None:
+        """Prepare; nothing runs before ``run``.
+
+        Args:
+            loop: the role's hot loop.
+            host: started and closed by ``run``.
+            on_events: what the hot loop emitted.
+            poll: progresses the transfers; returns whether any is open.
+        """
+        self._host = host
+        self._poll = poll
+        self._poll_now = asyncio.Event()
+        self._crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_events = on_events
+        self._thread: ModelThread[Command, Event] = ModelThread(
+            loop, on_events=self._deliver, on_crash=self._on_crash
+        )
+        self.post = self._thread.post
+        """Queue a command for the hot loop; from any thread."""
+        self.draining = False
+
+    def poll_soon(self) -> None:
+        """Progress the transfers in the next turn of the event loop."""
+        self._poll_now.set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop``; raises what the model thread raised."""
+        self._thread.start()
+        poller = asyncio.create_task(self._poll_forever())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await self._host.start()
+            await asyncio.wait(
+                (stopping, self._crashed, poller), return_when=asyncio.FIRST_COMPLETED
+            )
+            for ended in (self._crashed, poller):
+                if ended.done():
+                    ended.result()
+        finally:
+            self.draining = True
+            stopping.cancel()
+            await self._host.close()
+            await self._thread.close()
+            poller.cancel()
+
+    def _deliver(self, events: list[Event]) -> None:
+        self._on_events(events)
+        self.poll_soon()
+
+    async def _poll_forever(self) -> None:
+        while True:
+            self._poll_now.clear()
+            interval_s = BUSY_POLL_S if self._poll() else IDLE_POLL_S
+            try:
+                async with asyncio.timeout(interval_s):
+                    await self._poll_now.wait()
+            except TimeoutError:
+                continue
+
+    def _on_crash(self, error: BaseException) -> None:
+        _logger.error("model thread crashed", exc_info=error)
+        if not self._crashed.done():
+            self._crashed.set_exception(PdmeshError(f"model thread crashed: {error!r}"))
