@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from engine.backends.cpu.backend import CpuBackend
+from engine.batch import BatchInputs
 from engine.engine import Engine
 from engine.sequence import Sequence
 from mesh.config import WorkerConfig
@@ -124,6 +125,19 @@ def test_greedy_equals_transformers(family: str, tmp_path: Path) -> None:
             assert token == int(logits[position].argmax()) or margin < 1e-3, (position, margin)
 
 
+def _last_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    captured: list[torch.Tensor] = []
+    forward = engine.model.forward
+
+    def capture(batch: BatchInputs) -> torch.Tensor:
+        captured.append(forward(batch))
+        return captured[-1]
+
+    engine.model.forward = capture  # type: ignore[method-assign]
+    _generate(engine, [prompt], 1)
+    return captured[-1]
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [("bf16", 0.05), ("fp16", 0.01), ("int8", 0.05)])
 def test_kv_dtypes_stay_close_to_fp32(dtype: str, bound: float, tmp_path: Path) -> None:
     torch.manual_seed(7)
@@ -132,13 +146,8 @@ def test_kv_dtypes_stay_close_to_fp32(dtype: str, bound: float, tmp_path: Path) 
         tmp_path
     )
     prompt = torch.randint(3, 320, (50,), generator=torch.Generator().manual_seed(1)).tolist()
-    logits = {}
-    for kind in ("fp32", dtype):
-        engine = _engine(tmp_path, kv_dtype=kind)
-        captured: list[torch.Tensor] = []
-        forward = engine.model.forward
-        engine.model.forward = lambda batch: captured.append(forward(batch)) or captured[-1]  # type: ignore[method-assign]
-        _generate(engine, [prompt], 1)
-        logits[kind] = captured[-1]
+    logits = {
+        kind: _last_logits(_engine(tmp_path, kv_dtype=kind), prompt) for kind in ("fp32", dtype)
+    }
     error = (logits[dtype] - logits["fp32"]).abs().max() / logits["fp32"].abs().max()
     assert 0 < error < bound
