@@ -24,6 +24,7 @@ import numpy.typing as npt
 from engine.backends.cpu.intrinsics import as_float32, exp_f32
 from engine.backends.cpu.microkernel import TILE_COLUMNS, TILE_ROWS, fma_tile
 from engine.batch import BatchInputs
+from mesh.errors import ConfigError
 
 TILE_TOKENS = 16
 """Query tokens per tile: enough to reuse K and V from cache, small enough to balance threads."""
@@ -79,10 +80,14 @@ def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callab
 
     The kernel takes ``(qkv [T, (Hq + 2 Hkv) * D], rows and scales of a KVView, layer,
     block_tables, tiles' five arrays, scale, window, out [T, Hq * D])``; ``window`` 0 is unlimited.
+
+    Raises:
+        ConfigError: a size is not a multiple of 16.
     """
     if block_size % TILE_COLUMNS or head_dim % TILE_COLUMNS:
-        raise ValueError(
-            f"block_size {block_size} and head_dim {head_dim} must be multiples of {TILE_COLUMNS}"
+        raise ConfigError(
+            f"block_size: {block_size} and the model's head_dim {head_dim} must be multiples of "
+            f"{TILE_COLUMNS}"
         )
     D, G, BS = head_dim, group, block_size
     MAX_ROWS = -(-TILE_TOKENS * group // TILE_ROWS) * TILE_ROWS

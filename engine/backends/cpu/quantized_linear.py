@@ -17,16 +17,23 @@ import torch
 
 from engine.backends.cpu.elementwise import SERIAL_ELEMENTS
 from engine.backends.cpu.quantized_tile import COLUMNS, GROUP, chunk_bytes, quantized_tile
+from mesh.errors import ConfigError
 
 
 def pack(weight: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
     """Quantise [N, K] float32 into the tile's chunks, uint8 [ceil(N / 16), K / 32, chunk bytes].
 
     Each group of 32 is mapped to codes ``0 … 2^bits - 1`` between its minimum and maximum.
+
+    Raises:
+        ConfigError: K is not a multiple of 32, or a weight is outside float16's range.
     """
     out_features, in_features = weight.shape
     if in_features % GROUP:
-        raise ValueError(f"input size {in_features} is not a multiple of {GROUP}")
+        raise ConfigError(
+            f"weights: int{bits} needs input sizes that are multiples of {GROUP}, "
+            f"not {in_features}; use fp32"
+        )
     padded = -(-out_features // COLUMNS) * COLUMNS
     if padded != out_features:
         weight = torch.nn.functional.pad(weight, (0, 0, 0, padded - out_features))
@@ -34,6 +41,8 @@ def pack(weight: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
     low, high = torch.aminmax(groups, dim=2)
     scale = ((high - low) / (2**bits - 1)).to(torch.float16)
     minimum = low.to(torch.float16)
+    if not (scale.isfinite().all() and minimum.isfinite().all()):
+        raise ConfigError(f"weights: int{bits} cannot hold values beyond ±65504; use fp32")
     wide_scale = scale.float().clamp_min(1e-12)[:, :, None]
     codes = ((groups - minimum.float()[:, :, None]) / wide_scale).round_()
     codes = codes.clamp_(0, 2**bits - 1).to(torch.uint8)
@@ -158,7 +167,7 @@ class QuantizedLinear:
         """Quantise [out, in] float32.
 
         Raises:
-            ValueError: the input size is not a multiple of 32.
+            ConfigError: see ``pack``.
         """
         self._out_features, self._in_features = weight.shape
         self.packed = pack(weight, bits)
