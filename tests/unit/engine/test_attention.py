@@ -16,6 +16,7 @@ from engine.backends.cpu.attention import paged_attention_kernel, plan_tiles
 from engine.backends.cpu.backend import CpuBackend
 from engine.batch import BatchInputs, build_batch
 from engine.scheduler import ScheduledChunk
+from mesh.errors import ConfigError
 from tests.unit.engine.tiny_llama import new_sequence
 
 NUM_LAYERS = 3
@@ -180,5 +181,5 @@ def test_the_tiles_cover_every_row_once_and_threads_share_them(num_threads: int)
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(40, 16), (32, 8)])
 def test_a_geometry_that_the_tiles_do_not_fit_is_refused(head_dim: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match="multiples of 16"):
+    with pytest.raises(ConfigError, match="multiples of 16"):
         paged_attention_kernel(head_dim, 1, block_size)
