@@ -19,6 +19,7 @@ from typing import Protocol
 from gateway import router
 from mesh import metrics
 from mesh.backoff import Backoff
+from mesh.cancel import cancel_and_wait
 from mesh.cluster_view import WorkerEntry
 from mesh.errors import PdmeshError, WorkerLost
 from mesh.links import WorkerLink
@@ -148,9 +149,7 @@ class Cluster:
         """Drop every link."""
         self._source = None
         tasks = [worker.task for worker in self._workers.values() if worker.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
+        await asyncio.gather(*map(cancel_and_wait, (*tasks, *self._closing)))
         self._workers.clear()
 
     @property

@@ -17,6 +17,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from mesh.backoff import Backoff
+from mesh.cancel import cancel_and_wait
 from mesh.errors import ProtocolError
 from mesh.messages import LoadSnapshot, WorkerInfo
 from mesh.rate_limited_log import RateLimitedLog
@@ -83,9 +84,7 @@ class ClusterView:
         """Stop following; the last content stays readable. Idempotent."""
         if self._task is None:
             return
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await cancel_and_wait(self._task)
         self._task = None
         self.redis_up = False
         await self._redis.aclose()

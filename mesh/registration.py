@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 
 from mesh.backoff import Backoff
+from mesh.cancel import cancel_and_wait
 from mesh.errors import ProtocolError
 from mesh.messages import LoadSnapshot, WorkerInfo
 from mesh.rate_limited_log import RateLimitedLog
@@ -65,9 +65,7 @@ class Registration:
         """Leave: stop the heartbeats, remove our keys and tell the gateways. Idempotent."""
         if self._task is None:
             return
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await cancel_and_wait(self._task)
         self._task = None
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
