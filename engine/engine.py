@@ -49,6 +49,8 @@ class StepOutcome:
     """Sequences that now hold blocks for KV from a prefill worker."""
     expired: list[Sequence]
     """Sequences dropped at their deadline; their blocks are free."""
+    displaced: Sequence | None
+    """A computed sequence to give up, see ``StepPlan``."""
 
 
 class Engine:
@@ -105,6 +107,7 @@ class Engine:
             computed=[chunk.sequence for chunk in plan.chunks],
             reserved=plan.reserved,
             expired=plan.expired,
+            displaced=plan.displaced,
         )
 
     def warm_up(self) -> None:

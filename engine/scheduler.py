@@ -38,6 +38,9 @@ class StepPlan:
     """Sequences that now hold blocks for KV from a prefill worker (state WAITING_FOR_KV)."""
     expired: list[Sequence] = field(default_factory=list)
     """Sequences past their deadline; already finished and freed."""
+    displaced: Sequence | None = None
+    """Computed, but no decode worker has room for it, and its blocks are in the way of one that has
+    a receiver. The caller gives it up; its blocks come back when its transfer has ended."""
 
     @property
     def num_tokens(self) -> int:
@@ -213,8 +216,14 @@ class Scheduler:
             limit = 0 if remote else self._chunk_limit(sequence, budget)
             if not remote and limit == 0:
                 continue
+            if not sequence.has_receiver and not self._may_hold(sequence):
+                continue
             active = len(self._running) + len(self._waiting_for_kv)
-            if active >= self.max_num_seqs or not self._reserve(sequence):
+            if active >= self.max_num_seqs:
+                break
+            if not self._reserve(sequence):
+                if sequence.has_receiver:
+                    plan.displaced = self._held_without_receiver()
                 break
             self._waiting.remove(sequence)
             if remote:
@@ -228,6 +237,21 @@ class Scheduler:
                 count = min(sequence.num_uncomputed_tokens, limit)
                 plan.chunks.append(ScheduledChunk(sequence, count))
                 budget -= count
+
+    def _may_hold(self, sequence: Sequence) -> bool:
+        """Whether a sequence without receiver may take blocks: all of them at most half the pool.
+
+        Decode workers grant by their own order. If sequences that nobody takes yet could fill this
+        pool, those that have been granted room could not be computed, and that room would never
+        become free: both pools would wait for each other.
+        """
+        live = (*self._running, *self._sending.values())
+        held = sum(len(other.block_table) for other in live if not other.has_receiver)
+        return held + self._blocks_for(sequence.num_tokens) <= self.pool.num_blocks // 2
+
+    def _held_without_receiver(self) -> Sequence | None:
+        held = [sequence for sequence in self._sending.values() if not sequence.has_receiver]
+        return max(held, key=_by_urgency, default=None)
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, cached ones first."""

@@ -63,6 +63,8 @@ class Sequence:
     priority: int = 0
     slo_class: SloClass = "interactive"
     cache_salt: str = ""
+    has_receiver: bool = True
+    """False on a prefill worker until a decode worker has room for the KV (its Grant came)."""
     state: SequenceState = SequenceState.WAITING
     block_table: list[int] = field(default_factory=list)
     """Logical block index → physical block id."""

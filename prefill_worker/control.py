@@ -18,6 +18,7 @@ from mesh.config import WorkerConfig
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
+    Grant,
     LoadSnapshot,
     PrefillRequest,
     StepOutput,
@@ -29,6 +30,7 @@ from prefill_worker.loop import (
     Event,
     Expect,
     FinishTransfer,
+    Granted,
     PrefillLoop,
     SendBlocks,
     Submit,
@@ -82,6 +84,8 @@ class PrefillControl:
         elif isinstance(message, AbortRequest):
             self._runtime.post(Abort(message.transfer_id))
         elif isinstance(message, TransferMessage):
+            if isinstance(message, Grant):
+                self._runtime.post(Granted(message.transfer_id))
             self._sender.on_message(peer_id, message)
             self._runtime.poll_soon()
         else:

@@ -11,6 +11,7 @@ flight any more (TransferEnded). A sequence never grows here, so it is never pre
 
 from __future__ import annotations
 
+import collections
 from dataclasses import dataclass
 
 from engine.engine import Engine, StepResult
@@ -28,6 +29,13 @@ class Submit:
 
     request: PrefillRequest
     gateway_id: str
+
+
+@dataclass(slots=True, frozen=True)
+class Granted:
+    """Command: a decode worker has room for this transfer."""
+
+    transfer_id: str
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,7 +74,10 @@ class FinishTransfer:
     finished: bool
 
 
-Command = Submit | Abort | GatewayLost | TransferEnded
+_MAX_EARLY_GRANTS = 4096
+"""Grants remembered whose request has not come yet; the oldest are forgotten."""
+
+Command = Submit | Abort | GatewayLost | Granted | TransferEnded
 Event = Expect | SendBlocks | FinishTransfer | CancelTransfer | Tokens | Failed
 
 
@@ -78,6 +89,7 @@ class PrefillLoop:
         self._scheduler = engine.scheduler
         self._jobs: dict[str, Job] = {}
         self._num_submitted: dict[str, int] = {}
+        self._early_grants: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._events: list[Event] = []
         self.snapshot: LoadSnapshot = take_snapshot(engine)
 
@@ -92,6 +104,8 @@ class PrefillLoop:
                 for transfer_id, job in list(self._jobs.items()):
                     if job.gateway_id == command.gateway_id:
                         self._abort(transfer_id)
+            case Granted():
+                self._granted(command.transfer_id)
             case TransferEnded():
                 self._transfer_ended(command)
 
@@ -108,6 +122,8 @@ class PrefillLoop:
                 self._submit_finished_blocks(sequence, prompt_done=sequence in sampled)
             for result in outcome.results:
                 self._first_token(result)
+            if outcome.displaced is not None:
+                self._displace(outcome.displaced)
         events, self._events = self._events, []
         self.snapshot = take_snapshot(self._engine)
         return events, worked
@@ -122,10 +138,29 @@ class PrefillLoop:
             self._events.append(Failed(gateway_id, message))
             return
         sequence = make_sequence(request)
+        sequence.has_receiver = request.transfer_id in self._early_grants
+        self._early_grants.pop(request.transfer_id, None)
         self._jobs[request.transfer_id] = Job(sequence, gateway_id)
         self._num_submitted[request.transfer_id] = 0
         self._scheduler.add(sequence)
         self._events.append(Expect(request.transfer_id, request.decode.worker_id, request.ttl_s))
+
+    def _granted(self, transfer_id: str) -> None:
+        job = self._jobs.get(transfer_id)
+        if job is not None:
+            job.sequence.has_receiver = True
+            return
+        self._early_grants[transfer_id] = None
+        if len(self._early_grants) > _MAX_EARLY_GRANTS:
+            self._early_grants.popitem(last=False)
+
+    def _displace(self, sequence: Sequence) -> None:
+        """Give up a computed sequence that no decode worker has room for."""
+        job = self._jobs[sequence.transfer_id]
+        error = TransferFailed("no decode worker had room for the KV")
+        message = failure(sequence.request_id, sequence.transfer_id, error)
+        sequence.has_receiver = True  # not chosen again while its transfer ends
+        self._events += [CancelTransfer(sequence.transfer_id), Failed(job.gateway_id, message)]
 
     def _abort(self, transfer_id: str) -> None:
         job = self._jobs.get(transfer_id)

@@ -1,0 +1,88 @@
+"""A prefill pool cannot be filled by KV that no decode worker takes."""
+
+from __future__ import annotations
+
+from engine.block_pool import BlockPool
+from engine.scheduler import Scheduler, StepPlan
+from engine.sequence import Sequence
+from mesh.messages import SamplingParams
+
+BLOCK_SIZE = 4
+
+
+def _scheduler(num_blocks: int) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=16,
+        max_batched_tokens=64,
+        watermark=0.0,
+        clock=lambda: 0.0,
+    )
+
+
+def _sequence(name: str, num_blocks: int, *, arrival_s: float, granted: bool) -> Sequence:
+    return Sequence(
+        request_id=name,
+        transfer_id=name,
+        token_ids=[ord(name[0])] * (num_blocks * BLOCK_SIZE),
+        num_prompt_tokens=num_blocks * BLOCK_SIZE,
+        sampling=SamplingParams(max_tokens=8),
+        deadline_s=1e9,
+        arrival_s=arrival_s,
+        has_receiver=granted,
+    )
+
+
+def _compute(scheduler: Scheduler) -> StepPlan:
+    """One step; whoever sampled is held for sending, as on a prefill worker."""
+    plan = scheduler.schedule()
+    done = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+    scheduler.step_done(plan)
+    for sequence in done:
+        sequence.append(0)
+        scheduler.hold_for_sending(sequence)
+    return plan
+
+
+def test_sequences_without_receiver_share_half_the_pool() -> None:
+    scheduler = _scheduler(8)
+    for index in range(4):
+        scheduler.add(_sequence(f"{index}", 2, arrival_s=index, granted=False))
+    _compute(scheduler)
+    assert scheduler.pool.num_free == 4
+    assert scheduler.num_waiting == 2
+
+
+def test_granted_sequence_passes_those_that_may_not_hold_blocks() -> None:
+    scheduler = _scheduler(8)
+    for index in range(3):
+        scheduler.add(_sequence(f"{index}", 2, arrival_s=index, granted=False))
+    late = _sequence("late", 4, arrival_s=9, granted=True)
+    scheduler.add(late)
+    _compute(scheduler)
+    assert late.num_computed_tokens == 4 * BLOCK_SIZE
+
+
+def test_waiting_sequence_is_computed_once_it_is_granted() -> None:
+    scheduler = _scheduler(8)
+    large = _sequence("large", 6, arrival_s=0, granted=False)
+    scheduler.add(large)
+    assert not _compute(scheduler).chunks
+    large.has_receiver = True
+    assert [chunk.sequence for chunk in _compute(scheduler).chunks] == [large]
+
+
+def test_least_urgent_held_sequence_yields_to_a_granted_one() -> None:
+    scheduler = _scheduler(8)
+    held = [_sequence(name, 2, arrival_s=at, granted=False) for at, name in enumerate("ab")]
+    for sequence in held:
+        scheduler.add(sequence)
+    _compute(scheduler)
+    large = _sequence("large", 6, arrival_s=5, granted=True)
+    scheduler.add(large)
+    assert _compute(scheduler).displaced is held[1]
+    scheduler.finish(held[1])
+    plan = _compute(scheduler)
+    assert plan.displaced is None
+    assert [chunk.sequence for chunk in plan.chunks] == [large]
