@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from itertools import takewhile
 
@@ -129,6 +130,29 @@ async def test_the_same_answers(
     assert wrong == []
     assert num_clear_answers >= 5
     assert num_clear_tokens >= 80
+
+
+@on("int8-1p1d")
+async def test_an_answer_does_not_depend_on_the_batch(
+    cluster: RunningCluster, session: aiohttp.ClientSession, text_ids: list[int]
+) -> None:
+    """Exactly. All prompts fit one step's budget of tokens together: a prompt that is cut in two
+    off a tile's edge is computed in other attention tiles, whose float sums differ in the last bits
+    (see docs/adr/0002)."""
+    prompts = [text_ids[7 * index : 7 * index + 12 + index] for index in range(16)]
+    assert sum(len(prompt) for prompt in prompts) < 512
+    fields = {"max_tokens": 12, "ignore_eos": True}
+    alone = [
+        await ask(cluster, session, prompt, cache_salt=f"alone {index}", **fields)
+        for index, prompt in enumerate(prompts)
+    ]
+    together = await asyncio.gather(
+        *(
+            ask(cluster, session, prompt, cache_salt=f"together {index}", **fields)
+            for index, prompt in enumerate(prompts)
+        )
+    )
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
 
 
 def _length(answer: Answer) -> int:

@@ -1,5 +1,7 @@
 """``pdmesh up`` as users run it: real processes, the real model, and nothing left behind."""
 
+import contextlib
+import http.client
 import json
 import os
 import signal
@@ -68,6 +70,31 @@ def test_a_cluster_lives_heals_and_leaves_nothing(start: Callable[..., Up]) -> N
     assert (code, rest_of_stdout) == (0, "")
     assert up.left() == []
     assert list(up.temp.glob("pdmesh-*")) == []
+
+
+@pytest.mark.timeout(120)
+def test_sigterm_mid_stream_leaves_nothing(start: Callable[..., Up]) -> None:
+    up = start("--port", "0", "--kv-memory-mib", "64", "--prefill", "2", "--decode", "2")
+    url = up.read_url()
+    assert len(up.children()) == 6
+    body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.readline().startswith(b"data: ")
+        up.process.send_signal(signal.SIGTERM)
+        rest = b""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            while line := response.readline():
+                rest += line
+    # Cut off or told so, never ended as if the answer were whole.
+    assert b'"finish_reason":"' not in rest
+    code, rest_of_stdout, _ = up.finish(timeout_s=30)
+    assert (code, rest_of_stdout) == (0, "")
+    assert up.left() == []
 
 
 def test_killing_up_kills_its_children(start: Callable[..., Up]) -> None:
