@@ -109,8 +109,10 @@ def _adjust_logits(row: FloatRow, sequence: Sequence) -> None:
 
 def _draw(row: FloatRow, sampling: SamplingParams, u: float) -> int:
     """Draw by inverse CDF over the tokens that survive top-k, top-p and min-p."""
-    scaled = row.astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled.max())
+    below_largest = row.astype(np.float64)
+    below_largest -= below_largest.max()
+    with np.errstate(over="ignore"):  # a tiny temperature leaves the largest alone
+        weights = np.exp(below_largest / sampling.temperature)
     size = len(weights)
     if 0 < sampling.top_k < size:
         smallest = np.partition(weights, size - sampling.top_k)[size - sampling.top_k]
@@ -147,6 +149,7 @@ def _logprobs(row: FloatRow, token_id: int, num_top: int) -> TokenLogprobs:
     values -= values.max()
     values -= np.log(np.exp(values).sum())
     top: tuple[tuple[int, float], ...] = ()
+    num_top = min(num_top, len(values))
     if num_top > 0:
         best = np.argpartition(values, -num_top)[-num_top:]
         best = best[np.lexsort((best, -values[best]))]
