@@ -5,6 +5,9 @@ query heads that share it (grouped-query attention) are rows of the same tile, s
 value is read from memory once per tile. Softmax is computed online over KV blocks
 (Milakov & Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135, algorithm 1).
 
+A row's additions have one order, whatever tile it is in: decoding, prefilling in any chunks and
+recomputing after a preemption give the same bits.
+
     keys of one sequence     | block 0 | block 1 | … | last block ..|
     a tile's rows            (q token 0, head 0) (q token 0, head 1) … (q token 1, head 0) …
     row r sees keys          max(0, pos_r - window + 1) … pos_r
@@ -28,9 +31,6 @@ from mesh.errors import ConfigError
 
 TILE_TOKENS = 16
 """Query tokens per tile: enough to reuse K and V from cache, small enough to balance threads."""
-
-WIDE_ROWS = 8
-"""From this many rows on, transposing K for the register tile pays."""
 
 _NEG_INF = np.float32(-3.0e38)
 
@@ -115,7 +115,6 @@ def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callab
             values_at = values.ctypes.data
             scores_at = scores.ctypes.data
             acc_at = acc.ctypes.data
-            keys_by_slot = keys.reshape(BS, D)
             for task in range(bounds[thread], bounds[thread + 1]):
                 tile = task // num_kv_heads
                 head = task % num_kv_heads
@@ -124,7 +123,6 @@ def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callab
                 pos0 = tile_position[tile]
                 tokens = tile_tokens[tile]
                 rows = tokens * G
-                wide = rows >= WIDE_ROWS
                 padded = -(-rows // TILE_ROWS) * TILE_ROWS
                 for t in range(tokens):
                     for g in range(G):
@@ -152,35 +150,22 @@ def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callab
                         stored = kv[block, layer, 1, head, k]
                         for d in range(D):
                             values[k, d] = as_float32(stored[d]) * factor
-                    if wide:
-                        for k in range(used):
-                            factor = kv_scales[block, layer, 0, head, k]
-                            stored = kv[block, layer, 0, head, k]
-                            for d in range(D):
-                                keys[d, k] = as_float32(stored[d]) * factor
-                        for r in range(0, padded, TILE_ROWS):
-                            for i in range(TILE_ROWS):
-                                for k in range(BS):
-                                    scores[r + i, k] = 0.0
-                            for column in range(0, BS, TILE_COLUMNS):
-                                fma_tile(
-                                    query_at + r * D * 4, D,
-                                    keys_at + column * 4, BS,
-                                    scores_at + (r * BS + column) * 4, BS,
-                                    D,
-                                )  # fmt: skip
-                    else:
-                        for k in range(used):
-                            factor = kv_scales[block, layer, 0, head, k]
-                            stored = kv[block, layer, 0, head, k]
-                            for d in range(D):
-                                keys_by_slot[k, d] = as_float32(stored[d]) * factor
-                        for r in range(rows):
-                            for k in range(used):
-                                dot = np.float32(0.0)
-                                for d in range(D):
-                                    dot += query[r, d] * keys_by_slot[k, d]
-                                scores[r, k] = dot
+                    for k in range(used):
+                        factor = kv_scales[block, layer, 0, head, k]
+                        stored = kv[block, layer, 0, head, k]
+                        for d in range(D):
+                            keys[d, k] = as_float32(stored[d]) * factor
+                    for r in range(0, padded, TILE_ROWS):
+                        for i in range(TILE_ROWS):
+                            for k in range(BS):
+                                scores[r + i, k] = 0.0
+                        for column in range(0, BS, TILE_COLUMNS):
+                            fma_tile(
+                                query_at + r * D * 4, D,
+                                keys_at + column * 4, BS,
+                                scores_at + (r * BS + column) * 4, BS,
+                                D,
+                            )  # fmt: skip
                     for r in range(rows):
                         position = pos0 + r // G
                         low = 0
@@ -208,21 +193,14 @@ def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callab
                         if rescale != np.float32(1.0):
                             for d in range(D):
                                 acc[r, d] *= rescale
-                    if wide:
-                        for r in range(0, padded, TILE_ROWS):
-                            for column in range(0, D, TILE_COLUMNS):
-                                fma_tile(
-                                    scores_at + r * BS * 4, BS,
-                                    values_at + column * 4, D,
-                                    acc_at + (r * D + column) * 4, D,
-                                    used,
-                                )  # fmt: skip
-                    else:
-                        for r in range(rows):
-                            for k in range(used):
-                                p = scores[r, k]
-                                for d in range(D):
-                                    acc[r, d] += p * values[k, d]
+                    for r in range(0, padded, TILE_ROWS):
+                        for column in range(0, D, TILE_COLUMNS):
+                            fma_tile(
+                                scores_at + r * BS * 4, BS,
+                                values_at + column * 4, D,
+                                acc_at + (r * D + column) * 4, D,
+                                used,
+                            )  # fmt: skip
                 for t in range(tokens):
                     for g in range(G):
                         r = t * G + g
