@@ -73,6 +73,7 @@ class Scheduler:
         self._watermark_blocks = int(watermark * pool.num_blocks)
         self._clock = clock
         self._keep_steps_small = False
+        self._least_batch_chunk = 0
         self._waiting: list[Sequence] = []
         self._waiting_remote: set[Sequence] = set()
         self._waiting_for_kv: dict[str, Sequence] = {}
@@ -169,6 +170,7 @@ class Scheduler:
         self._keep_steps_small = any(
             sequence.slo_class == "interactive" for sequence in (*self._running, *self._waiting)
         )
+        self._least_batch_chunk = max(1, self.batch_chunk_tokens // 8)
         budget = self.max_batched_tokens
         budget = self._schedule_running(plan, budget)
         self._admit_waiting(plan, budget)
@@ -183,12 +185,19 @@ class Scheduler:
     def _chunk_limit(self, sequence: Sequence, budget: int) -> int:
         """Prompt tokens that this sequence may add to the step.
 
-        Steps stay small while interactive sequences take part in them: then batch prompts share
-        ``batch_chunk_tokens`` instead of the whole budget.
+        Steps stay small while interactive sequences take part in them: then batch prompts fill them
+        up to ``batch_chunk_tokens`` only. Where decodes alone reach that, the first batch prompt
+        still gets an eighth of it: however many decode, it must end one day.
         """
         if sequence.slo_class == "interactive" or not self._keep_steps_small:
             return budget
-        return max(0, self.batch_chunk_tokens - (self.max_batched_tokens - budget))
+        left = self.batch_chunk_tokens - (self.max_batched_tokens - budget)
+        return min(budget, max(left, self._least_batch_chunk))
+
+    def _add_chunk(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
+        if sequence.slo_class == "batch" and sequence.num_uncomputed_tokens > 1:
+            self._least_batch_chunk = 0
+        plan.chunks.append(ScheduledChunk(sequence, count))
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         self._running.sort(key=_by_urgency)
@@ -205,7 +214,7 @@ class Scheduler:
             if count == 0:
                 continue
             if self._grow(sequence, sequence.num_computed_tokens + count, plan):
-                plan.chunks.append(ScheduledChunk(sequence, count))
+                self._add_chunk(plan, sequence, count)
                 budget -= count
         return budget
 
@@ -235,7 +244,7 @@ class Scheduler:
                 sequence.move(SequenceState.RUNNING)
                 self._running.append(sequence)
                 count = min(sequence.num_uncomputed_tokens, limit)
-                plan.chunks.append(ScheduledChunk(sequence, count))
+                self._add_chunk(plan, sequence, count)
                 budget -= count
 
     def _may_hold(self, sequence: Sequence) -> bool:
