@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState
+from mesh.messages import SloClass
 from tests.unit.engine.simulated_kv import SimulatedKV
 from tests.unit.engine.tiny_llama import new_sequence
 
@@ -39,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_batched_tokens=budget,
+            batch_chunk_tokens=max(1, budget // 2),
             watermark=watermark,
             clock=lambda: self.now_s,
         )
@@ -52,24 +54,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         max_tokens=st.integers(1, 8),
-        kind=st.sampled_from(["local", "local", "remote", "hands off"]),
+        kind=st.sampled_from(["local", "local", "remote", "hands off", "nobody takes it"]),
         salt=st.sampled_from(["", "", "salted"]),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
+        slo_class=st.sampled_from(["interactive", "batch"]),
         patience_s=st.sampled_from([LONG_S, LONG_S, 3.0]),
     )
     def arrive(
         self, prompt: list[int], max_tokens: int, kind: str, salt: str, priority: int,
-        patience_s: float,
+        slo_class: SloClass, patience_s: float,
     ) -> None:  # fmt: skip
-        needed = len(prompt) if kind == "hands off" else len(prompt) + max_tokens
+        hands_off = kind in ("hands off", "nobody takes it")
+        needed = len(prompt) if hands_off else len(prompt) + max_tokens
         if needed > self.scheduler.max_tokens_per_sequence():
             return  # refused at admission
         sequence = new_sequence(prompt, max_tokens, arrival_s=self.now_s, cache_salt=salt)
         sequence.priority = priority
+        sequence.slo_class = slo_class
+        sequence.has_receiver = kind != "nobody takes it"
         sequence.deadline_s = self.now_s + patience_s
         self.scheduler.add(sequence, remote_prefill=kind == "remote")
         self.live.append(sequence)
-        if kind == "hands off":
+        if hands_off:
             self.hands_off.add(sequence)
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 2.0]))
@@ -86,6 +92,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.deadline_s <= self.now_s
             assert sequence.state is SequenceState.FINISHED
             self.live.remove(sequence)
+        if plan.displaced is not None:
+            assert plan.displaced.state is SequenceState.SENDING
+            assert not plan.displaced.has_receiver
+            plan.displaced.has_receiver = True  # its worker gives it up; its transfer ends later
         sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         self.kv.compute(plan)
         self.scheduler.step_done(plan)
@@ -127,6 +137,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def quarantine_ends(self, pick: int) -> None:
         self.pool.release_quarantined(self.quarantined.pop(pick % len(self.quarantined)))
         self.check_census()
+
+    @rule(pick=PICK)
+    def is_granted(self, pick: int) -> None:
+        idle = [sequence for sequence in self.live if not sequence.has_receiver]
+        if idle:
+            idle[pick % len(idle)].has_receiver = True
 
     @rule(pick=PICK)
     def sending_ends(self, pick: int) -> None:
@@ -178,7 +194,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert set(planned) <= decoding, "a prompt chunk displaced a decode"
             assert plan.num_tokens == scheduler.max_batched_tokens
         blocked_by_others = self.quarantined or any(
-            state in (SequenceState.SENDING, SequenceState.WAITING_FOR_KV) for state in states
+            not sequence.has_receiver
+            or sequence.state in (SequenceState.SENDING, SequenceState.WAITING_FOR_KV)
+            for sequence in self.live
         )
         if scheduler.has_work and not blocked_by_others:
             assert plan.chunks, "nothing to wait for, and nothing was computed"
@@ -202,6 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.step()
             for _ in range(len(self.live)):
+                self.is_granted(0)
                 self.kv_arrives(0)
                 self.sending_ends(0)
             while self.quarantined:
