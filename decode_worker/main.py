@@ -18,10 +18,10 @@ def run(config: WorkerConfig) -> None:
     setup_logging(config.log_level, config.worker_id)
     configure_threads()
     from decode_worker.control import DecodeControl
-    from engine.start import build_engine  # loads torch, which reads the thread settings
+    from engine.start import start_engine  # loads torch, which reads the thread settings
 
     async def main(stop: asyncio.Event) -> None:
-        engine = await asyncio.to_thread(build_engine, config)
+        engine = await start_engine(config)
         if not stop.is_set():
             await DecodeControl(config, engine).run(stop)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
 import time
 
 from engine.backends.cpu.backend import CpuBackend
@@ -11,6 +13,38 @@ from engine.engine import Engine
 from mesh.config import WorkerConfig
 
 _logger = logging.getLogger(__name__)
+
+
+async def start_engine(config: WorkerConfig) -> Engine:
+    """``build_engine`` beside the event loop, in a thread that ends with it.
+
+    A thread that has computed keeps its OpenMP team for as long as it lives. A second team makes
+    OpenMP count more threads than cores and put idle ones to sleep at once, which doubles a step.
+
+    Raises:
+        ConfigError: as ``build_engine``.
+    """
+    loop = asyncio.get_running_loop()
+    built: asyncio.Future[Engine] = loop.create_future()
+
+    def report(engine: Engine | None, error: BaseException | None) -> None:
+        if built.done():
+            return
+        if error is not None:
+            built.set_exception(error)
+        elif engine is not None:
+            built.set_result(engine)
+
+    def build() -> None:
+        try:
+            engine = build_engine(config)
+        except BaseException as error:
+            loop.call_soon_threadsafe(report, None, error)
+        else:
+            loop.call_soon_threadsafe(report, engine, None)
+
+    threading.Thread(target=build, name="build", daemon=True).start()
+    return await built
 
 
 def build_engine(config: WorkerConfig) -> Engine:

@@ -1,4 +1,4 @@
-"""With quantised weights a token's logits do not depend, by a single bit, on how it was scheduled."""
+"""With quantised weights no bit of a token's logits depends on how it was scheduled."""
 
 from __future__ import annotations
 
