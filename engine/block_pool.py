@@ -72,9 +72,13 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Withhold blocks whose only owner gave them up while a remote write may be in flight."""
+        """Withhold blocks whose only owner gave them up while a remote write may be in flight.
+
+        What they hold is no prefix any more.
+        """
         for block in blocks:
             assert self._ref_counts[block] == 1, f"quarantine of shared block {block}"
+            self._forget_hash(block)
             self._quarantined.add(block)
 
     def release_quarantined(self, blocks: Iterable[int]) -> None:

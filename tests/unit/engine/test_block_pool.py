@@ -81,6 +81,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.owners.remove(blocks)
             self.pool.quarantine(blocks)
             self.quarantined.append(blocks)
+            self.cached = {h: b for h, b in self.cached.items() if b not in blocks}
 
     @precondition(lambda self: self.quarantined)
     @rule(pick=PICK)
