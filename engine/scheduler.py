@@ -16,6 +16,10 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, SequenceState
 
 
+DISPLACE_AFTER_S = 5.0
+"""How long a granted prompt waits for blocks before one that nobody takes must give its up."""
+
+
 @dataclass(slots=True)
 class ScheduledChunk:
     """``num_scheduled_tokens`` of one sequence, from its ``num_computed_tokens`` on."""
@@ -231,7 +235,7 @@ class Scheduler:
             if active >= self.max_num_seqs:
                 break
             if not self._reserve(sequence):
-                if sequence.has_receiver:
+                if self._clock() - sequence.arrival_s > DISPLACE_AFTER_S and sequence.has_receiver:
                     plan.displaced = self._held_without_receiver()
                 break
             self._waiting.remove(sequence)

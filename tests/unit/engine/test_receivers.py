@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import DISPLACE_AFTER_S, Scheduler, StepPlan
 from engine.sequence import Sequence
 from mesh.messages import SamplingParams
 
 BLOCK_SIZE = 4
 
 
-def _scheduler(num_blocks: int) -> Scheduler:
+def _scheduler(num_blocks: int, clock: Callable[[], float] = lambda: 0.0) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks),
         block_size=BLOCK_SIZE,
         max_num_seqs=16,
         max_batched_tokens=64,
         watermark=0.0,
-        clock=lambda: 0.0,
+        clock=clock,
     )
 
 
@@ -74,13 +76,17 @@ def test_waiting_sequence_is_computed_once_it_is_granted() -> None:
 
 
 def test_least_urgent_held_sequence_yields_to_a_granted_one() -> None:
-    scheduler = _scheduler(8)
+    now_s = [0.0]
+    scheduler = _scheduler(8, clock=lambda: now_s[0])
     held = [_sequence(name, 2, arrival_s=at, granted=False) for at, name in enumerate("ab")]
     for sequence in held:
         scheduler.add(sequence)
     _compute(scheduler)
     large = _sequence("large", 6, arrival_s=5, granted=True)
     scheduler.add(large)
+    now_s[0] = 5 + DISPLACE_AFTER_S
+    assert _compute(scheduler).displaced is None
+    now_s[0] += 0.1
     assert _compute(scheduler).displaced is held[1]
     scheduler.finish(held[1])
     plan = _compute(scheduler)
