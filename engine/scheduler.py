@@ -15,7 +15,6 @@ from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, SequenceState
 
-
 DISPLACE_AFTER_S = 5.0
 """How long a granted prompt waits for blocks before one that nobody takes must give its up."""
 
