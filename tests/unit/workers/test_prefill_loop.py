@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.scheduler import DISPLACE_AFTER_S
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from mesh.messages import PeerRef, PrefillRequest, SamplingParams
 from prefill_worker.loop import (
@@ -53,6 +54,11 @@ class Worker:
 
     def step(self) -> list[Any]:
         return self.loop.step()[0]
+
+    def let_pass(self, seconds: float) -> None:
+        """What has arrived is this much older from now on."""
+        for sequence in self.engine.scheduler.live_sequences():
+            sequence.arrival_s -= seconds
 
 
 def of_type(events: list[Any], kind: type[Any]) -> list[Any]:
@@ -242,6 +248,8 @@ def test_a_granted_prompt_displaces_one_that_nobody_takes(tiny_llama: TinyLlama)
     worker.step()
     worker.loop.handle(Granted("early"))
     worker.submit("early", random_prompt(70, seed=77))
+    assert worker.step() == [Expect("early", "d", 3600.0)]
+    worker.let_pass(DISPLACE_AFTER_S)
     events = worker.step()
     assert of_type(events, CancelTransfer) == [CancelTransfer("idle")]
     (failed,) = of_type(events, Failed)
