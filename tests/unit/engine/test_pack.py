@@ -51,6 +51,19 @@ def test_the_error_is_bounded_by_half_a_step_and_the_scales_rounding(
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("offset", [0.0, 0.3, -5.0])
+def test_each_weight_takes_the_nearest_value_that_its_group_can_hold(
+    bits: int, offset: float
+) -> None:
+    weight = random_matrix(16, 64, seed=6) * 0.1 + offset
+    codes, scales, minima = unpack(pack(weight, bits), bits)
+    exact = weight.double().numpy()
+    nearest = np.clip(np.rint((exact - minima) / scales), 0, 2**bits - 1)
+    found = abs(codes * scales + minima - exact)
+    assert (found <= abs(nearest * scales + minima - exact) + scales * 1e-3).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("offset", [-5.0, 5.0, 1000.0])
 def test_groups_far_from_zero(bits: int, offset: float) -> None:
     errors, bounds = errors_and_bounds(random_matrix(5, 64, seed=2) * 0.01 + offset, bits)

@@ -137,6 +137,18 @@ def test_masked_tokens_are_never_drawn(sampling: dict[str, Any]) -> None:
     assert all(token % 2 for token in draw(logits, 200, **sampling))
 
 
+@pytest.mark.parametrize(("u", "token_id"), [(0.0, 2), (0.5, 4), (1 - 2.0**-53, 6)])
+def test_the_ends_of_the_unit_interval_fall_on_tokens_that_can_be_drawn(
+    u: float, token_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.sampler.uniform", lambda seed, index: u)
+    logits = np.full(9, -np.inf, np.float32)
+    logits[[2, 4, 6]] = [1.0, 1.5, 1.0]
+    assert draw(logits, 1) == [token_id]
+    logits[[4, 6]] = -np.inf
+    assert draw(logits, 1) == [2]
+
+
 def test_equal_logits_are_all_within_reach() -> None:
     assert set(draw(np.zeros(8, np.float32), 400)) == set(range(8))
 
