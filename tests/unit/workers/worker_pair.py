@@ -224,7 +224,7 @@ class WorkerPair:
                 turn()
             for name in self.failures:
                 self.abort(name)
-            self.now_s += 0.01
+            self._let_pass(0.01)
             if self._only_aborts_are_left():
                 self.p_inbox.clear()
                 self.d_inbox.clear()
@@ -243,6 +243,12 @@ class WorkerPair:
             assert (snapshot.running, snapshot.waiting, snapshot.queued_tokens) == (0, 0, 0)
             assert snapshot.kv_blocks_free == snapshot.kv_blocks_total
             assert not loop._jobs
+
+    def _let_pass(self, seconds: float) -> None:
+        self.now_s += seconds
+        for engine in self.engines:
+            for sequence in engine.scheduler.live_sequences():
+                sequence.arrival_s -= seconds  # arrivals are stamped by the real clock
 
     def _only_aborts_are_left(self) -> bool:
         return all(isinstance(command, Abort) for command in (*self.p_inbox, *self.d_inbox))
