@@ -188,8 +188,7 @@ class PrefillLoop:
 
     def _drop_expired(self, sequence: Sequence) -> None:
         # The scheduler has freed it; the job ends when the sender has let go of the transfer.
-        job = self._jobs.pop(sequence.transfer_id)
-        del self._num_submitted[sequence.transfer_id]
+        job = self._jobs[sequence.transfer_id]
         error = DeadlineExceeded("the request's deadline passed before it was scheduled")
         message = failure(sequence.request_id, sequence.transfer_id, error)
         self._events += [CancelTransfer(sequence.transfer_id), Failed(job.gateway_id, message)]

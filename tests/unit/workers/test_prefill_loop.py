@@ -194,9 +194,13 @@ def test_a_request_past_its_deadline_fails_before_it_is_computed(tiny_llama: Tin
     events = worker.step()
     assert of_type(events, Failed)[0].message.code == "deadline_exceeded"
     assert of_type(events, CancelTransfer) == [CancelTransfer("a")]
+    worker.submit("a", random_prompt(20, seed=69))
+    assert "in use" in of_type(worker.step(), Failed)[0].message.message
     worker.loop.handle(TransferEnded("a", "cancelled"))
     assert worker.step() == []
     assert worker.num_used == 0
+    worker.submit("a", random_prompt(20, seed=69))
+    assert of_type(worker.step(), Tokens)
 
 
 @pytest.mark.parametrize(
