@@ -79,6 +79,21 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     assert young.num_cached_tokens > 0
 
 
+@pytest.mark.parametrize(("num_preemptions", "num_blocks"), [(0, 3), (1, 5)])
+def test_a_preempted_sequence_comes_back_when_all_that_runs_can_grow(
+    num_preemptions: int, num_blocks: int
+) -> None:
+    for spare in (0, 1):
+        scheduler = make_scheduler(num_blocks=num_blocks - 1 + spare)
+        for arrival in range(2):
+            scheduler.add(new_sequence([arrival] * 2, arrival_s=float(arrival)))
+        advance(scheduler)
+        late = new_sequence([2] * 2, arrival_s=2.0)
+        late.num_preemptions = num_preemptions
+        scheduler.add(late)
+        assert (late in counts(advance(scheduler))) == bool(spare)
+
+
 def test_kv_from_a_peer_needs_no_budget_but_a_place() -> None:
     scheduler = make_scheduler(max_num_seqs=2, max_batched_tokens=4)
     local = new_sequence([1] * 4, arrival_s=0.0)
