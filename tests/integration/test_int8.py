@@ -14,7 +14,7 @@ import torch
 from engine.backends.cpu.backend import CpuBackend
 from engine.batch import BatchInputs
 from engine.engine import Engine
-from mesh.config import Weights, WorkerConfig
+from mesh.config import KVDtype, Weights, WorkerConfig
 from tests.integration.conftest import on
 from tests.integration.prompts import BLOCK_SIZE
 from tests.integration.reference import Reference
@@ -54,19 +54,32 @@ _QUESTIONS = (
 """Chosen before any int8 answer was seen."""
 
 
+_QUANTISED: tuple[tuple[Weights, KVDtype, float], ...] = (
+    ("fp32", "int8", 0.01),
+    ("int8", "fp32", 0.01),
+    ("int8", "fp16", 0.01),
+    ("int8", "bf16", 0.01),
+    ("int8", "int8", 0.01),
+    ("int4", "fp16", 0.03),
+    ("int4", "int8", 0.03),
+)
+"""Weights, KV storage, and how far perplexity may be from float32's, as a fraction of it."""
+
+
 def _perplexity(logits: torch.Tensor, ids: list[int]) -> float:
     losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]))
     return math.exp(float(losses))
 
 
-def _engine_perplexity(weights: Weights, ids: list[int]) -> float:
-    """One forward over the whole text, as the workers run it (with their default KV storage)."""
+def _engine_perplexity(weights: Weights, kv_dtype: KVDtype, ids: list[int]) -> float:
+    """One forward over the whole text, as the workers run it."""
     num_blocks = -(-len(ids) // BLOCK_SIZE)
     config = WorkerConfig(
         role="prefill",
         worker_id="perplexity",
         redis_url="redis://unused",
         weights=weights,
+        kv_dtype=kv_dtype,
         kv_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=num_blocks * BLOCK_SIZE,
@@ -89,12 +102,18 @@ def _engine_perplexity(weights: Weights, ids: list[int]) -> float:
 @pytest.mark.timeout(300)
 def test_perplexity(reference: Reference, text_ids: list[int]) -> None:
     expected = _perplexity(reference.logits(text_ids, len(text_ids)), text_ids)
-    kinds: tuple[Weights, ...] = ("fp32", "int8", "int4")
-    found = {kind: _engine_perplexity(kind, text_ids) for kind in kinds}
-    shown = ", ".join(f"{k} {v:.4f} ({100 * (v / expected - 1):+.2f} %)" for k, v in found.items())
-    print(f"perplexity of {len(text_ids)} tokens: transformers fp32 {expected:.4f}, {shown}")
-    assert found["fp32"] == pytest.approx(expected, rel=1e-4)
-    assert found["int8"] == pytest.approx(found["fp32"], rel=0.01)
+    fp32 = _engine_perplexity("fp32", "fp32", text_ids)
+    print(f"perplexity of {len(text_ids)} tokens: transformers fp32 {expected:.4f}")
+    print(f"weights fp32, KV fp32: {fp32:.4f}")
+    too_far = []
+    for weights, kv_dtype, bound in _QUANTISED:
+        found = _engine_perplexity(weights, kv_dtype, text_ids)
+        line = f"weights {weights}, KV {kv_dtype}: {found:.4f} ({100 * (found / fp32 - 1):+.2f} %)"
+        print(line)
+        if found != pytest.approx(fp32, rel=bound):
+            too_far.append(line)
+    assert fp32 == pytest.approx(expected, rel=1e-4)
+    assert too_far == []
 
 
 @on("int8-1p1d")
