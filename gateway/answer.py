@@ -59,6 +59,7 @@ class Answer:
             InvalidRequest: a value is out of range for this model and these prompts.
         """
         self.id = uuid.uuid4().hex
+        self._running = frontend.running
         self.created = int(time.time())
         self.samples_per_prompt = request.n or 1
         if len(prompts) * self.samples_per_prompt > MAX_CHOICES:
@@ -122,6 +123,7 @@ class Answer:
         except PdmeshError as error:
             self._close(error)
             raise
+        self._running.add(self)
         return self
 
     def __exit__(
@@ -131,7 +133,13 @@ class Answer:
         traceback: TracebackType | None,
     ) -> None:
         """Abort whatever has not finished."""
+        self._running.discard(self)
         self._close(error)
+
+    def fail(self, error: PdmeshError) -> None:
+        """Abort whatever has not finished and end ``batches`` with ``error``."""
+        for choice in self.choices:
+            choice.generation.fail(error)
 
     def _close(self, error: BaseException | None) -> None:
         for choice in self.choices:

@@ -21,6 +21,9 @@ _logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
 """Status, seen by nobody, of a request whose client broke the connection in a write."""
 
+_DRAIN_S = 5.0
+"""How long running requests may finish after SIGTERM."""
+
 _REQUEST_ID_HEADER = "X-Request-Id"
 _ACCEPTED_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -42,6 +45,7 @@ def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
     app = web.Application(client_max_size=frontend.max_body_bytes, middlewares=[_errors_to_http])
     app[FRONTEND] = frontend
     app.on_response_prepare.append(_echo_request_id)
+    app.on_shutdown.append(_drain)
     app.cleanup_ctx.append(_linked(view))
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
     app.router.add_post("/v1/completions", completions.completions)
@@ -67,6 +71,11 @@ def _linked(view: WorkerView) -> Callable[[web.Application], AsyncIterator[None]
             frontend.close()
 
     return context
+
+
+async def _drain(app: web.Application) -> None:
+    """Runs when nothing listens any more and before aiohttp cancels the handlers."""
+    await app[FRONTEND].drain(_DRAIN_S)
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

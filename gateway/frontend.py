@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from aiohttp import web
 
 from gateway.cluster import Cluster
 from gateway.served_model import ServedModel
 from mesh import metrics
-from mesh.errors import ModelNotFound, Overloaded, Unavailable
+from mesh.errors import ModelNotFound, Overloaded, PdmeshError, Unavailable
 
 MAX_OPEN_REQUESTS = 4096
 MAX_CHOICES = 128
@@ -28,6 +28,13 @@ _NUM_TOKENIZER_THREADS = 2
 _OPEN_REQUESTS = metrics.gauge("pdmesh:gateway_open_requests", "HTTP requests being served.")
 
 _Result = TypeVar("_Result")
+
+
+class RunningAnswer(Protocol):
+    """What ``Frontend.drain`` needs of an answer."""
+
+    def fail(self, error: PdmeshError) -> None:
+        """End it now; its client is told ``error``."""
 
 
 class Frontend:
@@ -49,12 +56,26 @@ class Frontend:
         self.created = int(time.time())
         self.num_open_requests = 0
         self.is_draining = False
-        """Set at shutdown: requests that run may finish, /ready says no."""
+        """Set at shutdown: requests that run may finish, new ones are refused, /ready says no."""
+        self.running: set[RunningAnswer] = set()
+        """Answers that have been started and not left."""
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
         """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, wait for those that run, and fail what still runs then."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for answer in list(self.running):
+                answer.fail(Unavailable("the gateway is shutting down"))
 
     @property
     def max_model_len(self) -> int:
@@ -81,18 +102,23 @@ class Frontend:
 
         Raises:
             Overloaded: none is free.
-            Unavailable: no workers.
+            Unavailable: no workers, or the gateway is shutting down.
         """
+        if self.is_draining:
+            raise Unavailable("the gateway is shutting down")
         if self.num_open_requests >= MAX_OPEN_REQUESTS:
             raise Overloaded(f"{MAX_OPEN_REQUESTS} requests are open already")
         if not self.cluster.is_ready:
             raise Unavailable("no matching pair of a prefill and a decode worker is up")
         self.num_open_requests += 1
+        self._idle.clear()
         _OPEN_REQUESTS.set(self.num_open_requests)
         try:
             yield
         finally:
             self.num_open_requests -= 1
+            if self.num_open_requests == 0:
+                self._idle.set()
             _OPEN_REQUESTS.set(self.num_open_requests)
 
     async def tokenise(self, num_chars: int, work: Callable[[], _Result]) -> _Result:

@@ -122,6 +122,11 @@ class Generation:
         if self._attempt is not None:
             self._attempt.abort()
 
+    def fail(self, error: PdmeshError) -> None:
+        """Stop with ``error``, unless it is over already."""
+        if not self._ended:
+            self._end(error)
+
     def take(self) -> list[TokenOutput]:
         """The outputs since the last call, in order."""
         taken, self._pending = self._pending, []
@@ -212,8 +217,7 @@ class Generation:
         )
 
     def _expire(self) -> None:
-        if not self._ended:
-            self._end(DeadlineExceeded("the request's deadline passed before it finished"))
+        self.fail(DeadlineExceeded("the request's deadline passed before it finished"))
 
     def _end(self, error: PdmeshError) -> None:
         self.error = error

@@ -21,8 +21,9 @@ from mesh.service import process_epoch, run_service, setup_logging
 
 _logger = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 5.0
-"""How long running requests may finish after SIGTERM."""
+_LAST_WORDS_S = 0.25
+"""How long handlers have to write what a failed request is told, after those that could finish have
+(see ``gateway.app``). aiohttp spends it twice: then it cancels the ones that hang in a write."""
 
 
 def run(config: GatewayConfig) -> None:
@@ -53,7 +54,6 @@ def run(config: GatewayConfig) -> None:
         try:
             await _listen(runner, config)
             await stop.wait()
-            frontend.is_draining = True
         finally:
             await runner.cleanup()
 
@@ -63,7 +63,7 @@ def run(config: GatewayConfig) -> None:
 def build_runner(app: web.Application) -> web.AppRunner:
     """The server of ``app``: a client's disconnect cancels its handler, streaming or not."""
     return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_WORDS_S
     )
 
 
