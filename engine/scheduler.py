@@ -82,6 +82,7 @@ class Scheduler:
         self._waiting_for_kv: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._sending: dict[str, Sequence] = {}
+        self._displaced: Sequence | None = None
 
     # ------------------------------------------------------------------ arrivals and departures
 
@@ -223,20 +224,23 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
         self._waiting.sort(key=_by_urgency)
+        may_hold = self._blocks_left_without_receiver()
         for sequence in list(self._waiting):
             remote = sequence in self._waiting_remote
             limit = 0 if remote else self._chunk_limit(sequence, budget)
             if not remote and limit == 0:
                 continue
-            if not sequence.has_receiver and not self._may_hold(sequence):
+            if not sequence.has_receiver and self._blocks_for(sequence.num_tokens) > may_hold:
                 continue
             active = len(self._running) + len(self._waiting_for_kv)
             if active >= self.max_num_seqs:
                 break
             if not self._reserve(sequence):
                 if self._clock() - sequence.arrival_s > DISPLACE_AFTER_S and sequence.has_receiver:
-                    plan.displaced = self._held_without_receiver()
+                    plan.displaced = self._displace()
                 break
+            if not sequence.has_receiver:
+                may_hold -= len(sequence.block_table)
             self._waiting.remove(sequence)
             if remote:
                 self._waiting_remote.remove(sequence)
@@ -250,20 +254,24 @@ class Scheduler:
                 self._add_chunk(plan, sequence, count)
                 budget -= count
 
-    def _may_hold(self, sequence: Sequence) -> bool:
-        """Whether a sequence without receiver may take blocks: all of them at most half the pool.
+    def _blocks_left_without_receiver(self) -> int:
+        """Blocks that sequences without receiver may still take: at most half the pool in all.
 
         Decode workers grant by their own order. If sequences that nobody takes yet could fill this
         pool, those that have been granted room could not be computed, and that room would never
         become free: both pools would wait for each other.
         """
         live = (*self._running, *self._sending.values())
-        held = sum(len(other.block_table) for other in live if not other.has_receiver)
-        return held + self._blocks_for(sequence.num_tokens) <= self.pool.num_blocks // 2
+        held = sum(len(sequence.block_table) for sequence in live if not sequence.has_receiver)
+        return self.pool.num_blocks // 2 - held
 
-    def _held_without_receiver(self) -> Sequence | None:
+    def _displace(self) -> Sequence | None:
+        """Choose a held sequence to give up, one at a time: its blocks come back only later."""
+        if self._displaced is not None and self._displaced.state is SequenceState.SENDING:
+            return None
         held = [sequence for sequence in self._sending.values() if not sequence.has_receiver]
-        return max(held, key=_by_urgency, default=None)
+        self._displaced = max(held, key=_by_urgency, default=None)
+        return self._displaced
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, cached ones first."""

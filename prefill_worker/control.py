@@ -113,7 +113,7 @@ class PrefillControl:
                 case Expect():
                     sender.expect(event.transfer_id, event.decode_worker_id, event.ttl_s)
                 case CancelTransfer():
-                    sender.cancel(event.transfer_id, "cancelled", "aborted by the gateway")
+                    sender.cancel(event.transfer_id, "cancelled", "the request was given up")
                 case Failed():
                     self._host.server.send(event.gateway_id, event.message)
 

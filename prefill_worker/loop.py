@@ -3,7 +3,7 @@
 A sequence's life here::
 
     PrefillRequest → WAITING → RUNNING ─ chunk ─▶ SendBlocks …
-                                 └─ last chunk ─▶ FirstToken → SENDING ─ SendEnded ─▶ freed
+                    └─ last chunk ─▶ Tokens, FinishTransfer → SENDING ─ TransferEnded ─▶ freed
 
 Blocks stay pinned from the first SendBlocks until the control loop says that no write of them is in
 flight any more (TransferEnded). A sequence never grows here, so it is never preempted.
@@ -159,7 +159,6 @@ class PrefillLoop:
         job = self._jobs[sequence.transfer_id]
         error = TransferFailed("no decode worker had room for the KV")
         message = failure(sequence.request_id, sequence.transfer_id, error)
-        sequence.has_receiver = True  # not chosen again while its transfer ends
         self._events += [CancelTransfer(sequence.transfer_id), Failed(job.gateway_id, message)]
 
     def _abort(self, transfer_id: str) -> None:

@@ -88,6 +88,7 @@ def test_least_urgent_held_sequence_yields_to_a_granted_one() -> None:
     assert _compute(scheduler).displaced is None
     now_s[0] += 0.1
     assert _compute(scheduler).displaced is held[1]
+    assert _compute(scheduler).displaced is None  # one at a time: its blocks are on their way
     scheduler.finish(held[1])
     plan = _compute(scheduler)
     assert plan.displaced is None
