@@ -64,9 +64,9 @@ class Engine:
         """
         files = resolve_model(config.model)
         self.model_config, source = open_model(files)
-        self.max_model_len = _max_model_len(config, self.model_config)
+        max_model_len = _max_model_len(config, self.model_config)
         with source:
-            self.model = Decoder(self.model_config, source, backend, self.max_model_len)
+            self.model = Decoder(self.model_config, source, backend, max_model_len)
             weights_hash = source.content_hash()
         self.kv_spec = _kv_spec(config, self.model_config)
         self.kv_cache = backend.allocate_kv_cache(self.kv_spec)
@@ -79,12 +79,8 @@ class Engine:
         self.fingerprint = _fingerprint(self.model_config, weights_hash, self.kv_spec)
         self.step_time_s = 0.0
         self.tokens_per_s = 0.0
-        self._step_cap = min(self.max_model_len, self.scheduler.max_tokens_per_sequence())
-
-    @property
-    def max_sequence_tokens(self) -> int:
+        self.max_sequence_tokens = min(max_model_len, self.scheduler.max_tokens_per_sequence())
         """Prompt plus output tokens that a single request can ever hold here."""
-        return self._step_cap
 
     @torch.inference_mode()
     def step(self) -> StepOutcome:
@@ -109,12 +105,6 @@ class Engine:
             expired=plan.expired,
             displaced=plan.displaced,
         )
-
-    def warm_up(self) -> None:
-        """Run every kernel once, so that compilation does not hit the first request."""
-        from engine.warm_up import warm_up
-
-        warm_up(self)
 
     def _observe(self, seconds: float, num_tokens: int) -> None:
         if self.step_time_s == 0.0:

@@ -10,6 +10,7 @@ import time
 
 from engine.backends.cpu.backend import CpuBackend
 from engine.engine import Engine
+from engine.warm_up import warm_up
 from mesh.config import WorkerConfig
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def build_engine(config: WorkerConfig) -> Engine:
     threads = config.threads or len(os.sched_getaffinity(0))
     engine = Engine(config, CpuBackend(config.weights, threads))
     loaded_s = time.monotonic()
-    engine.warm_up()
+    warm_up(engine)
     _logger.info(
         "model ready load_s=%.1f warm_up_s=%.1f threads=%d",
         loaded_s - start_s, time.monotonic() - loaded_s, threads,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
+from engine.engine import Engine
 from engine.sequence import Sequence
 from mesh.messages import SamplingParams
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
 
 _PROMPT_TOKENS = 40
 """Past the row count at which kernels switch from serial to parallel."""

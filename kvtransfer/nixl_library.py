@@ -25,7 +25,6 @@ class NixlLibrary:
 
     def __init__(self, api: Any, bindings: Any) -> None:
         self._api = api
-        self.disconnect_error: type[Exception] = bindings.nixlRemoteDisconnectError
         names = [n for n in dir(bindings) if n.startswith("nixl") and n.endswith("Error")]
         self.errors: tuple[type[Exception], ...] = (
             RuntimeError,

@@ -7,6 +7,7 @@ import torch
 
 from engine.engine import Engine
 from engine.sequence import Sequence
+from engine.warm_up import warm_up
 from tests.unit.engine.tiny_llama import (
     MAX_LEN,
     TinyLlama,
@@ -186,7 +187,7 @@ def test_a_quantised_answer_does_not_depend_on_the_batch(
 
 def test_warm_up_leaves_no_trace(tiny_llama: TinyLlama) -> None:
     engine = tiny_llama.engine(kv_blocks=8)
-    engine.warm_up()
+    warm_up(engine)
     pool = engine.scheduler.pool
     pool.check_integrity()
     assert pool.num_free == pool.num_blocks
