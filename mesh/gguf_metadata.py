@@ -75,8 +75,8 @@ def open_gguf(path: Path) -> Iterator[GgufCursor]:
 class GgufCursor:
     """A position in the mapped file, which it borrows.
 
-    ``fields`` comes first; ``at`` then is where the tensor infos begin. Bad content raises ValueError,
-    OverflowError or struct.error, which ``open_gguf`` turns into a ConfigError.
+    ``fields`` comes first; ``at`` then is where the tensor infos begin. Bad content raises
+    ValueError, OverflowError or struct.error, which ``open_gguf`` turns into a ConfigError.
     """
 
     def __init__(self, data: mmap.mmap) -> None:

@@ -1,14 +1,9 @@
 """Control links over real sockets: greeting, refusal, bad bytes, and every way a peer is lost."""
 
 import asyncio
-import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import zmq
@@ -19,56 +14,15 @@ from mesh.codec import MAX_MESSAGE_BYTES, decode, encode
 from mesh.errors import (
     ConfigError,
     MessageTooLarge,
-    PdmeshError,
     ProtocolError,
     VersionMismatch,
     WorkerLost,
 )
 from mesh.link_socket import HIGH_WATER_MARK
-from mesh.links import SILENCE_S, WorkerLink, WorkerServer
+from mesh.links import SILENCE_S
 from mesh.messages import AnyMessage, Hello, PeerRef, Ping, Refused, StatusRequest, TransferNack
+from tests.unit.mesh.recording_links import EPOCH, Dialer, Server
 from tests.unit.mesh.until import until
-
-EPOCH = 7
-_ROOT = Path(__file__).parents[3]
-
-
-class Server:
-    """A WorkerServer that records what it is told."""
-
-    def __init__(self, *, worker_id: str = "w0", epoch: int = EPOCH) -> None:
-        self.messages: list[tuple[str, AnyMessage]] = []
-        self.down: list[str] = []
-        self.links = WorkerServer(
-            bind="tcp://127.0.0.1:0",
-            worker_id=worker_id,
-            epoch=epoch,
-            fingerprint="layout-a",
-            on_message=lambda peer, message: self.messages.append((peer, message)),
-            on_peer_down=self.down.append,
-        )
-
-    @property
-    def ref(self) -> PeerRef:
-        return PeerRef(worker_id="w0", epoch=EPOCH, endpoint=self.links.endpoint)
-
-
-class Dialer:
-    """A WorkerLink that records what it is told."""
-
-    def __init__(
-        self, remote: PeerRef, *, peer_id: str = "g0", epoch: int = 1, fingerprint: str = ""
-    ) -> None:
-        self.messages: list[AnyMessage] = []
-        self.down: list[PdmeshError] = []
-        self.link = WorkerLink(
-            peer_id=peer_id,
-            epoch=epoch,
-            remote=remote,
-            fingerprint=fingerprint,
-            on_message=self.messages.append,
-            on_down=self.down.append,
-        )
 
 
 @pytest.fixture
@@ -399,62 +353,3 @@ async def test_a_taken_port_is_a_config_error(server: Server) -> None:
     other.links.endpoint = server.links.endpoint
     with pytest.raises(ConfigError, match="cannot bind"):
         await other.links.start()
-
-
-class Peer:
-    """A WorkerServer in another process."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.mesh.link_peer", str(EPOCH)],
-            cwd=_ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.ref = PeerRef(worker_id="w0", epoch=EPOCH, endpoint=self.read_line())
-
-    def read_line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-@pytest.fixture
-def peer() -> Iterator[Peer]:
-    peer = Peer()
-    yield peer
-    peer.close()
-
-
-async def test_a_killed_process_is_down_at_once(peer: Peer) -> None:
-    dialer = Dialer(peer.ref)
-    await dialer.link.connect()
-    dialer.link.send(StatusRequest(seq=1))
-    await until(lambda: dialer.messages == [StatusRequest(seq=2)])
-    started_s = time.monotonic()
-    peer.process.kill()
-    await until(lambda: dialer.down)
-    assert time.monotonic() - started_s < 0.5
-    assert isinstance(dialer.down[0], WorkerLost)
-    assert not dialer.link.send(StatusRequest(seq=3))
-
-
-async def test_a_frozen_process_is_down_after_the_silence(peer: Peer) -> None:
-    dialer = Dialer(peer.ref)
-    await dialer.link.connect()
-    os.kill(peer.process.pid, signal.SIGSTOP)
-    started_s = time.monotonic()
-    await until(lambda: dialer.down)
-    assert SILENCE_S - 0.5 < time.monotonic() - started_s < SILENCE_S + 1.0
-    assert isinstance(dialer.down[0], WorkerLost)
-    os.kill(peer.process.pid, signal.SIGCONT)
-    # The thawed worker learns that its dialer is gone, and takes a new link.
-    assert await asyncio.to_thread(peer.read_line) == "down g0"
-    again = Dialer(peer.ref)
-    await again.link.connect()
-    await again.link.close()
