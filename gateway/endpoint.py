@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import orjson
 from aiohttp import web
@@ -14,28 +15,10 @@ from gateway.errors import PayloadTooLarge, SlowReader
 from gateway.frontend import FRONTEND, Frontend
 from gateway.request_metrics import count_failure
 from gateway.schema import ChatRequest, CompletionRequest
-from gateway.sse import Chunks
-from gateway.tokenizer import Tokenizer
+from gateway.sse import Chunks, Stream
 from gateway.usage import usage
 
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
-
-
-class ChunksFactory(Protocol):
-    """Constructor of a stream's formatter."""
-
-    def __call__(
-        self,
-        *,
-        answer_id: str,
-        created: int,
-        model: str,
-        with_usage: bool,
-        with_ids: bool,
-        tokenizer: Tokenizer,
-    ) -> Chunks:
-        """Build it for one answer."""
-        ...
 
 
 class Endpoint(Generic[_Request]):
@@ -43,7 +26,7 @@ class Endpoint(Generic[_Request]):
 
     id_prefix: str
     object_name: str
-    chunks: ChunksFactory
+    chunks: Callable[[Stream], Chunks]
 
     def decode(self, body: bytes) -> _Request:
         """Decode and validate the body."""
@@ -92,12 +75,14 @@ class Endpoint(Generic[_Request]):
     ) -> web.StreamResponse:
         options = request.stream_options
         chunks = self.chunks(
-            answer_id=self.id_prefix + answer.id,
-            created=answer.created,
-            model=frontend.model.name,
-            with_usage=bool(options and options.include_usage),
-            with_ids=request.return_token_ids,
-            tokenizer=frontend.model.tokenizer,
+            Stream(
+                answer_id=self.id_prefix + answer.id,
+                created=answer.created,
+                model=frontend.model.name,
+                with_usage=bool(options and options.include_usage),
+                with_ids=request.return_token_ids,
+                tokenizer=frontend.model.tokenizer,
+            )
         )
         return await stream_answer(http_request, answer, chunks, request)
 

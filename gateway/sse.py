@@ -6,6 +6,7 @@ measure the gap between tokens. The last token's event carries ``finish_reason``
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
@@ -36,16 +37,39 @@ class Chunks(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """What all events of one stream have in common."""
+
+    answer_id: str
+    created: int
+    """Unix time in seconds."""
+    model: str
+    with_usage: bool
+    """The client asked for ``include_usage``."""
+    with_ids: bool
+    """The client asked for ``return_token_ids``."""
+    tokenizer: Tokenizer
+
+
 class _Frame:
     """The parts that all events of a stream share."""
 
-    def __init__(
-        self, *, answer_id: str, kind: str, created: int, model: str, with_usage: bool
-    ) -> None:
-        head = orjson.dumps({"id": answer_id, "object": kind, "created": created, "model": model})
+    def __init__(self, kind: str, stream: Stream) -> None:
+        head = orjson.dumps(
+            {
+                "id": stream.answer_id,
+                "object": kind,
+                "created": stream.created,
+                "model": stream.model,
+            }
+        )
         self.head = b"data: " + head[:-1] + b',"choices":['
         # OpenAI: with include_usage every chunk has the field, null but for the last.
-        self.no_usage = b',"usage":null' if with_usage else b""
+        self.no_usage = b',"usage":null' if stream.with_usage else b""
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        return self.head + self.close(usage)
 
     def close(self, usage: dict[str, Any] | None, extra: bytes = b"") -> bytes:
         shown = self.no_usage if usage is None else b',"usage":' + orjson.dumps(usage)
@@ -68,25 +92,10 @@ def _prompt_token_ids(choice: Choice) -> bytes:
 class ChatChunks:
     """Events of /v1/chat/completions; the first token of a choice carries the role."""
 
-    def __init__(
-        self,
-        *,
-        answer_id: str,
-        created: int,
-        model: str,
-        with_usage: bool,
-        with_ids: bool,
-        tokenizer: Tokenizer,
-    ) -> None:
-        self._frame = _Frame(
-            answer_id=answer_id,
-            kind="chat.completion.chunk",
-            created=created,
-            model=model,
-            with_usage=with_usage,
-        )
-        self._tokenizer = tokenizer
-        self._with_ids = with_ids
+    def __init__(self, stream: Stream) -> None:
+        self._frame = _Frame("chat.completion.chunk", stream)
+        self._tokenizer = stream.tokenizer
+        self._with_ids = stream.with_ids
         self._heads: dict[int, bytes] = {}
 
     def token(self, choice: Choice, delta: Delta, usage: dict[str, Any] | None) -> bytes:
@@ -108,31 +117,16 @@ class ChatChunks:
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """See ``Chunks``."""
-        return self._frame.head + self._frame.close(usage)
+        return self._frame.usage(usage)
 
 
 class CompletionChunks:
     """Events of /v1/completions."""
 
-    def __init__(
-        self,
-        *,
-        answer_id: str,
-        created: int,
-        model: str,
-        with_usage: bool,
-        with_ids: bool,
-        tokenizer: Tokenizer,
-    ) -> None:
-        self._frame = _Frame(
-            answer_id=answer_id,
-            kind="text_completion",
-            created=created,
-            model=model,
-            with_usage=with_usage,
-        )
-        self._tokenizer = tokenizer
-        self._with_ids = with_ids
+    def __init__(self, stream: Stream) -> None:
+        self._frame = _Frame("text_completion", stream)
+        self._tokenizer = stream.tokenizer
+        self._with_ids = stream.with_ids
         self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
@@ -157,4 +151,4 @@ class CompletionChunks:
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """See ``Chunks``."""
-        return self._frame.head + self._frame.close(usage)
+        return self._frame.usage(usage)
