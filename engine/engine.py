@@ -25,7 +25,7 @@ from mesh.errors import ConfigError
 from mesh.messages import PROTOCOL_VERSION
 from mesh.model_files import resolve_model
 
-KV_LAYOUT = "block-layer-kv-head-slot-dim/1"
+KV_LAYOUT = "block-layer-kv-head/2"
 _MIB = 1 << 20
 _EWMA_WEIGHT = 0.2
 

@@ -1,9 +1,24 @@
-"""CPU backend: numba kernels beside torch's int8 and fp32 matrix multiplication."""
+"""CPU backend: numba kernels, some of them LLVM IR, beside torch's fp32 matrix multiplication.
 
+numba's cache of compiled kernels watches only the file that a kernel stands in, but kernels here
+are inlined into each other: the cache's folder is named after all sources, so an upgrade starts
+anew.
+"""
+
+import hashlib
 import os
+from pathlib import Path
 
 import torch  # loads the OpenMP runtime that numba's threading layer then shares
 
 os.environ.setdefault("NUMBA_THREADING_LAYER", "omp")
+
+from numba.core import config
+
+_FOLDER = Path(__file__).parent
+if not config.CACHE_DIR and os.access(_FOLDER, os.W_OK):  # type: ignore[attr-defined]
+    _sources = b"".join(path.read_bytes() for path in sorted(_FOLDER.glob("*.py")))
+    _name = f"kernels-{hashlib.sha256(_sources).hexdigest()[:16]}"
+    config.CACHE_DIR = str(_FOLDER / "__pycache__" / _name)  # type: ignore[attr-defined]
 
 __all__ = ["torch"]

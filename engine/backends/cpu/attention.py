@@ -2,35 +2,36 @@
 
 Work is cut into tiles of up to ``TILE_TOKENS`` query tokens of one sequence and one KV head; the
 query heads that share it (grouped-query attention) are rows of the same tile, so every K and V
-value is read from memory once per tile. Softmax is computed online over KV blocks
+value is read from memory once per tile. Softmax is computed online over spans of keys
 (Milakov & Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135, algorithm 1).
 
 A row's additions have one order, whatever tile it is in: decoding, prefilling in any chunks and
 recomputing after a preemption give the same bits.
 
-    keys of one sequence     | block 0 | block 1 | … | last block ..|
+    keys of one sequence     | span 0: some blocks | span 1 | … | last span ..|
     a tile's rows            (q token 0, head 0) (q token 0, head 1) … (q token 1, head 0) …
     row r sees keys          max(0, pos_r - window + 1) … pos_r
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from engine.backends.cpu.intrinsics import as_float32, exp_f32
-from engine.backends.cpu.microkernel import TILE_COLUMNS, TILE_ROWS, fma_tile
+from engine.backends.cpu.intrinsics import copy_as_float32, exp_f32
+from engine.backends.cpu.microkernel import TILE_ROWS, TILE_VECTORS, fma_rows
+from engine.backends.cpu.vector_ir import LANES
 from engine.batch import BatchInputs
-from mesh.errors import ConfigError
 
 TILE_TOKENS = 16
 """Query tokens per tile: enough to reuse K and V from cache, small enough to balance threads."""
+
+SPAN_KEYS = 64
+"""Keys per round of the online softmax: few enough to stay in L1, many enough to amortise it."""
 
 _NEG_INF = np.float32(-3.0e38)
 
@@ -74,139 +75,185 @@ def plan_tiles(batch: BatchInputs, num_kv_heads: int, num_threads: int) -> Atten
     )
 
 
-@lru_cache
-def paged_attention_kernel(head_dim: int, group: int, block_size: int) -> Callable[..., None]:
-    """Compile the kernel for one geometry; sizes are constants so that LLVM unrolls fully.
+_inner = numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False, error_model="numpy")
 
-    The kernel takes ``(qkv [T, (Hq + 2 Hkv) * D], rows and scales of a KVView, layer,
-    block_tables, tiles' five arrays, scale, window, out [T, Hq * D])``; ``window`` 0 is unlimited.
 
-    Raises:
-        ConfigError: a size is not a multiple of 16.
+@_inner
+def _load_query(qkv: Any, head: Any, group: Any, scale: Any, query: Any) -> None:
+    """query[t * group + g] = scale * query head ``head * group + g`` of qkv[t]."""
+    dim = query.shape[1]
+    for t in range(qkv.shape[0]):
+        for g in range(group):
+            source = qkv[t, (head * group + g) * dim : (head * group + g + 1) * dim]
+            target = query[t * group + g]
+            for d in range(dim):
+                target[d] = source[d] * scale
+
+
+@_inner
+def _score_block(query: Any, num_rows: Any, keys: Any, scores: Any, first: Any) -> None:
+    """scores[:num_rows, first : first + block_size] = query · keys, keys [D, block_size]."""
+    dim, block_size = keys.shape
+    for column in range(0, block_size, LANES):
+        fma_rows(
+            1, 0, num_rows, keys, query.ctypes.data, dim,
+            keys.ctypes.data + column * keys.itemsize, block_size,
+            scores.ctypes.data + (first + column) * 4, scores.shape[1], dim,
+        )  # fmt: skip
+
+
+@_inner
+def _add_values(
+    scores: Any, num_rows: Any, values: Any, first: Any, num_keys: Any, acc: Any
+) -> None:
+    """acc[:num_rows] += scores[:, first : first + num_keys] · values[:num_keys]."""
+    dim = values.shape[1]
+    at = scores.ctypes.data + first * 4
+    column = 0
+    while column + TILE_VECTORS * LANES <= dim:
+        fma_rows(
+            TILE_VECTORS, 1, num_rows, values, at, scores.shape[1],
+            values.ctypes.data + column * values.itemsize, dim,
+            acc.ctypes.data + column * 4, dim, num_keys,
+        )  # fmt: skip
+        column += TILE_VECTORS * LANES
+    while column < dim:
+        fma_rows(
+            1, 1, num_rows, values, at, scores.shape[1],
+            values.ctypes.data + column * values.itemsize, dim,
+            acc.ctypes.data + column * 4, dim, num_keys,
+        )  # fmt: skip
+        column += LANES
+
+
+@_inner
+def _apply_scales(scores: Any, num_rows: Any, first: Any, scales: Any) -> None:
+    """scores[:num_rows, first:] *= scales, one per key of a block."""
+    for r in range(num_rows):
+        row = scores[r, first : first + scales.shape[0]]
+        for k in range(scales.shape[0]):
+            row[k] *= scales[k]
+
+
+@_inner
+def _softmax_row(
+    scores: Any, low: Any, high: Any, row: Any, maxima: Any, sums: Any, acc: Any
+) -> None:
+    """Turn a row's scores into weights relative to its largest score so far.
+
+    Keys outside ``low`` … ``high`` may hold anything, NaN included; their weight is 0.
     """
-    if block_size % TILE_COLUMNS or head_dim % TILE_COLUMNS:
-        raise ConfigError(
-            f"block_size: {block_size} and the model's head_dim {head_dim} must be multiples of "
-            f"{TILE_COLUMNS}"
-        )
-    D, G, BS = head_dim, group, block_size
-    MAX_ROWS = -(-TILE_TOKENS * group // TILE_ROWS) * TILE_ROWS
+    if high <= low:
+        for k in range(scores.shape[0]):
+            scores[k] = 0.0
+        return
+    top = maxima[row]
+    for k in range(scores.shape[0]):
+        inside = low <= k and k < high
+        top = max(top, scores[k] if inside else _NEG_INF)
+    rescale = exp_f32(maxima[row] - top)
+    maxima[row] = top
+    total = np.float32(0.0)
+    for k in range(scores.shape[0]):
+        inside = low <= k and k < high
+        weight = exp_f32(min(scores[k] - top, np.float32(0.0)))
+        weight = weight if inside else np.float32(0.0)
+        scores[k] = weight
+        total += weight
+    sums[row] = sums[row] * rescale + total
+    if rescale != np.float32(1.0):
+        of_row = acc[row]
+        for d in range(of_row.shape[0]):
+            of_row[d] *= rescale
 
-    @numba.njit(
-        parallel=True, nogil=True, cache=True, fastmath=True, boundscheck=False,
-        error_model="numpy",
-    )  # fmt: skip
-    def kernel(
-        qkv: Any, kv: Any, kv_scales: Any, layer: Any, block_tables: Any,
-        tile_sequence: Any, tile_row: Any, tile_tokens: Any, tile_position: Any, bounds: Any,
-        scale: Any, window: Any, out: Any,
-    ) -> None:  # fmt: skip
-        num_kv_heads = kv.shape[3]
-        for thread in numba.prange(bounds.shape[0] - 1):
-            query = np.empty((MAX_ROWS, D), np.float32)
-            keys = np.empty((D, BS), np.float32)
-            values = np.empty((BS, D), np.float32)
-            scores = np.empty((MAX_ROWS, BS), np.float32)
-            acc = np.empty((MAX_ROWS, D), np.float32)
-            row_max = np.empty(MAX_ROWS, np.float32)
-            row_sum = np.empty(MAX_ROWS, np.float32)
-            query_at = query.ctypes.data
-            keys_at = keys.ctypes.data
-            values_at = values.ctypes.data
-            scores_at = scores.ctypes.data
-            acc_at = acc.ctypes.data
-            for task in range(bounds[thread], bounds[thread + 1]):
-                tile = task // num_kv_heads
-                head = task % num_kv_heads
-                table = block_tables[tile_sequence[tile]]
-                row0 = tile_row[tile]
-                pos0 = tile_position[tile]
-                tokens = tile_tokens[tile]
-                rows = tokens * G
-                padded = -(-rows // TILE_ROWS) * TILE_ROWS
-                for t in range(tokens):
-                    for g in range(G):
-                        column = (head * G + g) * D
-                        for d in range(D):
-                            query[t * G + g, d] = qkv[row0 + t, column + d] * scale
-                for r in range(padded):
-                    row_max[r] = _NEG_INF
-                    row_sum[r] = 0.0
-                    for d in range(D):
-                        acc[r, d] = 0.0
-                for r in range(rows, padded):
-                    for d in range(D):
-                        query[r, d] = 0.0
-                num_keys = pos0 + tokens
-                first_block = 0
-                if window > 0:
-                    first_block = max(0, pos0 - window + 1) // BS
-                for index in range(first_block, (num_keys + BS - 1) // BS):
-                    key0 = index * BS
-                    used = min(BS, num_keys - key0)
-                    block = table[index]
-                    for k in range(used):
-                        factor = kv_scales[block, layer, 1, head, k]
-                        stored = kv[block, layer, 1, head, k]
-                        for d in range(D):
-                            values[k, d] = as_float32(stored[d]) * factor
-                    for k in range(used):
-                        factor = kv_scales[block, layer, 0, head, k]
-                        stored = kv[block, layer, 0, head, k]
-                        for d in range(D):
-                            keys[d, k] = as_float32(stored[d]) * factor
-                    for r in range(0, padded, TILE_ROWS):
-                        for i in range(TILE_ROWS):
-                            for k in range(BS):
-                                scores[r + i, k] = 0.0
-                        for column in range(0, BS, TILE_COLUMNS):
-                            fma_tile(
-                                query_at + r * D * 4, D,
-                                keys_at + column * 4, BS,
-                                scores_at + (r * BS + column) * 4, BS,
-                                D,
-                            )  # fmt: skip
-                    for r in range(rows):
-                        position = pos0 + r // G
-                        low = 0
-                        if window > 0:
-                            low = max(0, position - window + 1 - key0)
-                        high = min(BS, position + 1 - key0)
-                        if high <= low:
-                            for k in range(BS):
-                                scores[r, k] = 0.0
-                            continue
-                        top = row_max[r]
-                        for k in range(low, high):
-                            top = max(top, scores[r, k])
-                        rescale = exp_f32(row_max[r] - top)
-                        row_max[r] = top
-                        total = np.float32(0.0)
-                        for k in range(BS):
-                            # Slots outside low … high may hold anything, NaN included.
-                            inside = low <= k and k < high
-                            p = exp_f32(min(scores[r, k] - top, np.float32(0.0)))
-                            p = p if inside else np.float32(0.0)
-                            scores[r, k] = p
-                            total += p
-                        row_sum[r] = row_sum[r] * rescale + total
-                        if rescale != np.float32(1.0):
-                            for d in range(D):
-                                acc[r, d] *= rescale
-                    for r in range(0, padded, TILE_ROWS):
-                        for column in range(0, D, TILE_COLUMNS):
-                            fma_tile(
-                                scores_at + r * BS * 4, BS,
-                                values_at + column * 4, D,
-                                acc_at + (r * D + column) * 4, D,
-                                used,
-                            )  # fmt: skip
-                for t in range(tokens):
-                    for g in range(G):
-                        r = t * G + g
-                        inverse = np.float32(1.0) / row_sum[r]
-                        column = (head * G + g) * D
-                        for d in range(D):
-                            out[row0 + t, column + d] = acc[r, d] * inverse
 
-    return kernel
+@_inner
+def _store_output(acc: Any, sums: Any, head: Any, group: Any, out: Any) -> None:
+    """out[t], of query head ``head * group + g`` = acc / sums of row t * group + g."""
+    dim = acc.shape[1]
+    for t in range(out.shape[0]):
+        for g in range(group):
+            source = acc[t * group + g]
+            target = out[t, (head * group + g) * dim : (head * group + g + 1) * dim]
+            inverse = np.float32(1.0) / sums[t * group + g]
+            for d in range(dim):
+                target[d] = source[d] * inverse
+
+
+@numba.njit(
+    parallel=True, nogil=True, cache=True, fastmath=True, boundscheck=False, error_model="numpy"
+)
+def paged_attention(
+    qkv: Any, keys: Any, values: Any, scales: Any, layer: Any, block_tables: Any,
+    tile_sequence: Any, tile_row: Any, tile_tokens: Any, tile_position: Any, bounds: Any,
+    scale: Any, window: Any, out: Any,
+) -> None:  # fmt: skip
+    """Attention of every token over its sequence's cache.
+
+    Takes qkv [T, (Hq + 2 Hkv) * D], the three arrays of a ``KVView``, the layer, block_tables
+    [B, …], the five arrays of ``AttentionTiles``, the scale of scores, the window (0: unlimited)
+    and out [T, Hq * D]. D and the block size are multiples of 16.
+    """
+    _, _, num_kv_heads, block_size, dim = values.shape
+    group = out.shape[1] // (num_kv_heads * dim)
+    span_blocks = max(1, SPAN_KEYS // block_size)
+    span_keys = span_blocks * block_size
+    scaled = scales.strides[4] != 0
+    for thread in numba.prange(bounds.shape[0] - 1):
+        query = np.empty((TILE_TOKENS * group, dim), np.float32)
+        wide_keys = np.empty((dim, block_size), np.float32)
+        wide_values = np.empty((block_size, dim), np.float32)
+        scores = np.empty((TILE_TOKENS * group, span_keys), np.float32)
+        acc = np.empty((TILE_TOKENS * group, dim), np.float32)
+        maxima = np.empty(TILE_TOKENS * group, np.float32)
+        sums = np.empty(TILE_TOKENS * group, np.float32)
+        for task in range(bounds[thread], bounds[thread + 1]):
+            tile = task // num_kv_heads
+            head = task % num_kv_heads
+            table = block_tables[tile_sequence[tile]]
+            row0 = tile_row[tile]
+            pos0 = tile_position[tile]
+            tokens = tile_tokens[tile]
+            num_rows = tokens * group
+            # One row group reads K and V once: widened in registers. Several reuse them: in cache.
+            reused = num_rows > 2 * TILE_ROWS and values.itemsize < 4
+            _load_query(qkv[row0 : row0 + tokens], head, group, scale, query)
+            acc[:num_rows] = 0.0
+            maxima[:num_rows] = _NEG_INF
+            sums[:num_rows] = 0.0
+            num_keys = pos0 + tokens
+            first_block = max(0, pos0 - window + 1) // block_size if window > 0 else 0
+            last_block = -(-num_keys // block_size)
+            for span in range(first_block // span_blocks, -(-num_keys // span_keys)):
+                key0 = span * span_keys
+                begin = max(first_block, span * span_blocks)
+                end = min((span + 1) * span_blocks, last_block)
+                for index in range(begin, end):
+                    first = index * block_size - key0
+                    stored = keys[table[index], layer, head]
+                    if reused:
+                        copy_as_float32(stored, stored.size, wide_keys.ctypes.data)
+                        _score_block(query, num_rows, wide_keys, scores, first)
+                    else:
+                        _score_block(query, num_rows, stored, scores, first)
+                    if scaled:
+                        of_keys = scales[table[index], layer, 0, head]
+                        _apply_scales(scores, num_rows, first, of_keys)
+                for row in range(num_rows):
+                    position = pos0 + row // group
+                    low = max(0, position - window + 1 - key0) if window > 0 else 0
+                    high = min(span_keys, position + 1 - key0)
+                    _softmax_row(scores[row], low, high, row, maxima, sums, acc)
+                for index in range(begin, end):
+                    first = index * block_size - key0
+                    used = min(block_size, num_keys - index * block_size)
+                    if scaled:
+                        of_values = scales[table[index], layer, 1, head]
+                        _apply_scales(scores, num_rows, first, of_values)
+                    stored = values[table[index], layer, head]
+                    if reused:
+                        copy_as_float32(stored, stored.size, wide_values.ctypes.data)
+                        _add_values(scores, num_rows, wide_values, first, used, acc)
+                    else:
+                        _add_values(scores, num_rows, stored, first, used, acc)
+            _store_output(acc, sums, head, group, out[row0 : row0 + tokens])

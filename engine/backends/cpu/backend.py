@@ -11,7 +11,7 @@ import torch
 
 from engine.backends.base import Embedding, KVCacheSpec, Linear, QKNorm, RopeTable
 from engine.backends.cpu import elementwise, kv_store
-from engine.backends.cpu.attention import AttentionTiles, paged_attention_kernel, plan_tiles
+from engine.backends.cpu.attention import AttentionTiles, paged_attention, plan_tiles
 from engine.backends.cpu.float32_linear import Float32Embedding, Float32Linear
 from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLinear, pack
 from engine.batch import BatchInputs
@@ -73,7 +73,7 @@ class CpuBackend:
 
     def begin_step(self, batch: BatchInputs) -> CpuStep:
         """Cut the step's attention into tiles, once for all layers."""
-        return CpuStep(batch, plan_tiles(batch, self._view.rows.shape[3], self._num_threads))
+        return CpuStep(batch, plan_tiles(batch, self._view.values.shape[2], self._num_threads))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Backend."""
@@ -96,14 +96,14 @@ class CpuBackend:
     ) -> None:
         """See Backend."""
         kv = self._view
-        _, _, _, num_kv_heads, _, head_dim = kv.rows.shape
+        _, _, num_kv_heads, _, head_dim = kv.values.shape
         q_norm = _NO_NORM if qk_norm is None else qk_norm.q.numpy()
         k_norm = _NO_NORM if qk_norm is None else qk_norm.k.numpy()
         eps = 0.0 if qk_norm is None else qk_norm.eps
         elementwise.rope_write_kv(
             qkv.numpy(), step.batch.positions, step.batch.slot_mapping,
             rope.cos.numpy(), rope.sin.numpy(), q_norm, k_norm, np.float32(eps),
-            kv.rows, kv.scales, layer, qkv.shape[1] // head_dim - 2 * num_kv_heads,
+            kv.keys, kv.values, kv.scales, layer, qkv.shape[1] // head_dim - 2 * num_kv_heads,
         )  # fmt: skip
 
     def paged_attention(
@@ -111,13 +111,11 @@ class CpuBackend:
     ) -> torch.Tensor:
         """See Backend."""
         kv = self._view
-        _, _, _, num_kv_heads, block_size, head_dim = kv.rows.shape
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        kernel = paged_attention_kernel(head_dim, num_heads // num_kv_heads, block_size)
-        out = torch.empty(qkv.shape[0], num_heads * head_dim)
+        _, _, num_kv_heads, _, head_dim = kv.values.shape
+        out = torch.empty(qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads * head_dim)
         tiles = step.tiles
-        kernel(
-            qkv.numpy(), kv.rows, kv.scales, layer, step.batch.block_tables,
+        paged_attention(
+            qkv.numpy(), kv.keys, kv.values, kv.scales, layer, step.batch.block_tables,
             tiles.sequence, tiles.first_row, tiles.num_tokens, tiles.first_position,
             tiles.thread_bounds, np.float32(scale), window, out.numpy(),
         )  # fmt: skip

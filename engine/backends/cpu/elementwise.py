@@ -99,9 +99,9 @@ def _store_row(x: Any, stored: Any, scales: Any, index: Any) -> None:
 @_inner
 def _rope_write_row(
     row: Any, position: Any, slot: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, eps: Any,
-    kv: Any, scales: Any, layer: Any, num_heads: Any,
+    keys: Any, values: Any, scales: Any, layer: Any, num_heads: Any,
 ) -> None:  # fmt: skip
-    num_kv_heads, block_size, dim = kv.shape[3], kv.shape[4], kv.shape[5]
+    num_kv_heads, block_size, dim = values.shape[2], values.shape[3], values.shape[4]
     num_rotated = num_heads + num_kv_heads
     if q_norm.shape[0] > 0:
         _norm_heads(row, 0, num_heads, dim, q_norm, eps)
@@ -112,8 +112,10 @@ def _rope_write_row(
     for head in range(num_kv_heads):
         key = row[(num_heads + head) * dim : (num_heads + head + 1) * dim]
         value = row[(num_rotated + head) * dim : (num_rotated + head + 1) * dim]
-        _store_row(key, kv[block, layer, 0, head, offset], scales[block, layer, 0, head], offset)
-        _store_row(value, kv[block, layer, 1, head, offset], scales[block, layer, 1, head], offset)
+        stored_key = keys[block, layer, head, :, offset]
+        stored_value = values[block, layer, head, offset]
+        _store_row(key, stored_key, scales[block, layer, 0, head], offset)
+        _store_row(value, stored_value, scales[block, layer, 1, head], offset)
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
@@ -155,24 +157,24 @@ def _act_mul_parallel(gate_up: Any, gelu: Any, out: Any) -> None:
 @numba.njit(nogil=True, cache=True, boundscheck=False)
 def _rope_write_serial(
     qkv: Any, positions: Any, slots: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, eps: Any,
-    kv: Any, scales: Any, layer: Any, num_heads: Any,
+    keys: Any, values: Any, scales: Any, layer: Any, num_heads: Any,
 ) -> None:  # fmt: skip
     for t in range(qkv.shape[0]):
         _rope_write_row(
             qkv[t], positions[t], slots[t], cos, sin, q_norm, k_norm, eps,
-            kv, scales, layer, num_heads,
+            keys, values, scales, layer, num_heads,
         )  # fmt: skip
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
 def _rope_write_parallel(
     qkv: Any, positions: Any, slots: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, eps: Any,
-    kv: Any, scales: Any, layer: Any, num_heads: Any,
+    keys: Any, values: Any, scales: Any, layer: Any, num_heads: Any,
 ) -> None:  # fmt: skip
     for t in numba.prange(qkv.shape[0]):
         _rope_write_row(
             qkv[t], positions[t], slots[t], cos, sin, q_norm, k_norm, eps,
-            kv, scales, layer, num_heads,
+            keys, values, scales, layer, num_heads,
         )  # fmt: skip
 
 
@@ -194,9 +196,11 @@ def act_mul(gate_up: Any, gelu: bool, out: Any) -> None:
 
 def rope_write_kv(
     qkv: Any, positions: Any, slots: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, eps: Any,
-    kv: Any, scales: Any, layer: int, num_heads: int,
+    keys: Any, values: Any, scales: Any, layer: int, num_heads: int,
 ) -> None:  # fmt: skip
     """Norm (unless the weights are empty) and rotate q, k of qkv [T, (Hq + 2 Hkv) * D] in place,
-    and store k and v in their slots of the KVView arrays ``kv`` and ``scales``."""
+    and store k and v in their slots of the KVView's arrays."""
     kernel = _rope_write_serial if qkv.size <= SERIAL_ELEMENTS else _rope_write_parallel
-    kernel(qkv, positions, slots, cos, sin, q_norm, k_norm, eps, kv, scales, layer, num_heads)
+    kernel(
+        qkv, positions, slots, cos, sin, q_norm, k_norm, eps, keys, values, scales, layer, num_heads
+    )

@@ -11,6 +11,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.backends.cpu.vector_ir import F32, I64, LANES, V16F16, V16F32, V16I32, load
+
 
 @intrinsic
 def int32_as_float32(typingctx: Any, value: Any) -> Any:
@@ -22,34 +24,45 @@ def int32_as_float32(typingctx: Any, value: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
-@intrinsic
-def as_float32(typingctx: Any, value: Any) -> Any:
-    """A stored KV element as float32; the array's dtype tells the format.
+def widen(builder: Any, address: Any, kind: Any) -> Any:
+    """16 stored KV elements at an int64 address, as float32; the array's dtype tells the format.
 
     float32 as is; uint16 holds bfloat16 bits, int16 holds float16 bits, int8 an integer.
     """
+    element = F32 if kind == types.float32 else ir.IntType(kind.bitwidth)
+    stored = load(builder, address, ir.VectorType(element, LANES), kind.bitwidth // 8)
+    if kind == types.uint16:
+        shift = ir.Constant(V16I32, [16] * LANES)
+        return builder.bitcast(builder.shl(builder.zext(stored, V16I32), shift), V16F32)
+    if kind == types.int16:
+        return builder.fpext(builder.bitcast(stored, V16F16), V16F32)
+    if kind == types.int8:
+        return builder.sitofp(stored, V16F32)
+    return stored
+
+
+@intrinsic
+def copy_as_float32(typingctx: Any, source: Any, size: Any, target: Any) -> Any:
+    """Copy a contiguous array of stored KV elements to an address; ``size`` a multiple of 16."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (stored,) = args
-        if value == types.uint16:
-            wide = builder.shl(
-                builder.zext(stored, ir.IntType(32)), ir.Constant(ir.IntType(32), 16)
-            )
-            return builder.bitcast(wide, ir.FloatType())
-        if value == types.int16:
-            return builder.fpext(builder.bitcast(stored, ir.HalfType()), ir.FloatType())
-        if value == types.int8:
-            return builder.sitofp(stored, ir.FloatType())
-        return stored
+        array_value, number, to = args
+        data = context.make_array(source)(context, builder, array_value).data
+        start = builder.ptrtoint(data, I64)
+        vectors = builder.sdiv(number, ir.Constant(I64, LANES))
+        with cgutils.for_range(builder, vectors) as loop:
+            step = ir.Constant(I64, LANES * source.dtype.bitwidth // 8)
+            value = widen(builder, builder.add(start, builder.mul(loop.index, step)), source.dtype)
+            at = builder.add(to, builder.mul(loop.index, ir.Constant(I64, 4 * LANES)))
+            builder.store(value, builder.inttoptr(at, V16F32.as_pointer()), align=4)
+        return context.get_dummy_value()
 
-    if value not in (types.float32, types.uint16, types.int16, types.int8):
-        return None
-    return types.float32(value), codegen
+    return types.void(source, types.intp, types.int64), codegen
 
 
 @intrinsic
 def store_float32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """``array[index] = value`` for a 1-D KV row in any of ``as_float32``'s formats.
+    """``array[index] = value`` for a 1-D KV row in any of ``widen``'s formats.
 
     bfloat16 rounds to nearest even; float16 saturates at ±65504; int8 expects an integral value.
     """

@@ -1,93 +1,121 @@
-"""The inner tile of every float32 product: C[6, 16] += A[6, K] · B[K, 16] in vector registers.
+"""The inner tile of attention's products, in vector registers: C[R, 16 n] += A[R, K] · B[K, 16 n].
 
-Emitted as LLVM vector IR, which numba compiles for the machine at hand: one AVX-512 register or two
-AVX2 / four NEON ones per row of C. Written by hand because LLVM does not keep the accumulators of
-the equivalent loop nest in registers.
+Emitted as LLVM vector IR, which numba compiles for the machine at hand. Written by hand because
+LLVM does not keep the accumulators of the equivalent loop nest in registers. Every element of C is
+one chain of fused multiply-adds over k, so neither the tile's shape nor the machine changes a bit
+of it. B is read in any of the KV cache's formats and widened in registers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.backends.cpu.intrinsics import widen
+from engine.backends.cpu.vector_ir import F32, I64, LANES, V16F32, fma, load, splat
+
 TILE_ROWS = 6
-"""Rows of C per call: 6 x 16 floats are 12 of AVX2's 16 registers."""
-TILE_COLUMNS = 16
-
-_F32 = ir.FloatType()
-_I64 = ir.IntType(64)
-_VECTOR = ir.VectorType(_F32, TILE_COLUMNS)
+"""Most rows of C per call: 6 x 16 floats are 12 of AVX2's 16 registers."""
 
 
-def _float_pointer(builder: Any, address: Any, offset: Any) -> Any:
-    byte_offset = builder.mul(offset, ir.Constant(_I64, 4))
-    return builder.inttoptr(builder.add(address, byte_offset), _F32.as_pointer())
+TILE_VECTORS = 4 if llvm.get_host_cpu_features().get("avx512f") else 1
+"""Vectors of 16 per row of C that the machine's registers hold beside ``TILE_ROWS`` rows."""
 
 
-def _load_vector(builder: Any, address: Any, offset: Any) -> Any:
-    pointer = builder.bitcast(_float_pointer(builder, address, offset), _VECTOR.as_pointer())
-    return builder.load(pointer, align=4)
+@intrinsic(prefer_literal=True)
+def fma_rows(
+    typingctx: Any, vectors: Any, accumulate: Any, rows: Any, source: Any, a: Any, a_stride: Any,
+    b: Any, b_stride: Any, c: Any, c_stride: Any, k: Any,
+) -> Any:  # fmt: skip
+    """C[rows, 16 * vectors] = A[rows, k] · B[k, 16 * vectors], added to C if ``accumulate``.
 
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
-    one = builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), TILE_COLUMNS), [0] * TILE_COLUMNS)
-    return builder.shuffle_vector(one, undefined, mask)
-
-
-@intrinsic
-def fma_tile(
-    typingctx: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, k: Any
-) -> Any:
-    """C[6, 16] += A[6, k] · B[k, 16], all float32.
-
-    ``a``, ``b``, ``c`` are int64 addresses (``array.ctypes.data`` plus a byte offset); strides are
-    row strides in elements; ``k`` ≥ 1. All six rows of A and C must be addressable.
+    ``vectors`` and ``accumulate`` are compile-time constants; ``source`` is any array of B's format
+    (see ``intrinsics.widen``), A and C are float32. ``a``, ``b``, ``c`` are int64 addresses;
+    strides are row strides in elements; ``rows`` and ``k`` ≥ 1.
     """
+    if not isinstance(vectors, types.IntegerLiteral):
+        return None
+    if not isinstance(accumulate, types.IntegerLiteral):
+        return None
+    num_vectors, adds = vectors.literal_value, accumulate.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a, a_stride, b, b_stride, c, c_stride, k = args
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, (_VECTOR,) * 3), f"llvm.fma.v{TILE_COLUMNS}f32"
-        )
-        rows = [ir.Constant(_I64, row) for row in range(TILE_ROWS)]
-        c_offsets = [builder.mul(row, c_stride) for row in rows]
-        a_offsets = [builder.mul(row, a_stride) for row in rows]
-        initial = [_load_vector(builder, c, offset) for offset in c_offsets]
-        before = builder.basic_block
-        loop = builder.append_basic_block("fma.loop")
-        after = builder.append_basic_block("fma.after")
-        builder.branch(loop)
+        num_rows, _, a, a_stride, b, b_stride, c, c_stride, k = args[2:]
 
-        builder.position_at_end(loop)
-        index = builder.phi(_I64)
-        index.add_incoming(ir.Constant(_I64, 0), before)
-        accumulators = []
-        for value in initial:
-            phi = builder.phi(_VECTOR)
-            phi.add_incoming(value, before)
-            accumulators.append(phi)
-        b_row = _load_vector(builder, b, builder.mul(index, b_stride))
-        results = []
-        for phi, offset in zip(accumulators, a_offsets, strict=True):
-            scalar = builder.load(_float_pointer(builder, a, builder.add(offset, index)), align=4)
-            results.append(builder.call(fma, (_splat(builder, scalar), b_row, phi)))
-        following = builder.add(index, ir.Constant(_I64, 1))
-        index.add_incoming(following, loop)
-        for phi, value in zip(accumulators, results, strict=True):
-            phi.add_incoming(value, loop)
-        builder.cbranch(builder.icmp_signed("<", following, k), loop, after)
+        def tile(first_row: Any, count: int) -> None:
+            four = ir.Constant(I64, 4)
+            a_step, c_step = builder.mul(a_stride, four), builder.mul(c_stride, four)
+            a_at = builder.add(a, builder.mul(first_row, a_step))
+            c_at = builder.add(c, builder.mul(first_row, c_step))
+            _emit(
+                builder, count, num_vectors, adds, source.dtype,
+                (a_at, a_step, b, b_stride, c_at, c_step, k),
+            )  # fmt: skip
 
-        builder.position_at_end(after)
-        for value, offset in zip(results, c_offsets, strict=True):
-            pointer = builder.bitcast(_float_pointer(builder, c, offset), _VECTOR.as_pointer())
-            builder.store(value, pointer, align=4)
+        whole = ir.Constant(I64, TILE_ROWS)
+        num_tiles = builder.sdiv(num_rows, whole)
+        with cgutils.for_range(builder, num_tiles) as loop:
+            tile(builder.mul(loop.index, whole), TILE_ROWS)
+        done = builder.mul(num_tiles, whole)
+        rest = builder.sub(num_rows, done)
+        for count in range(1, TILE_ROWS):
+            with builder.if_then(builder.icmp_signed("==", rest, ir.Constant(I64, count))):
+                tile(done, count)
         return context.get_dummy_value()
 
-    address = types.int64
-    return types.void(address, address, address, address, address, address, address), codegen
+    return types.void(vectors, accumulate, types.intp, source, *[types.int64] * 7), codegen
+
+
+def _emit(builder: Any, rows: int, vectors: int, accumulate: int, stored: Any, args: Any) -> None:
+    """One tile; strides of A and C are in bytes."""
+    a, a_step, b, b_stride, c, c_step, k = args
+    item_bytes = ir.Constant(I64, stored.bitwidth // 8)
+    numbers = [ir.Constant(I64, row) for row in range(rows)]
+    a_rows = [builder.add(a, builder.mul(a_step, row)) for row in numbers]
+    c_rows = [builder.add(c, builder.mul(c_step, row)) for row in numbers]
+    c_at = [
+        builder.add(c_rows[row], ir.Constant(I64, 4 * LANES * vector))
+        for row in range(rows)
+        for vector in range(vectors)
+    ]
+    zero = ir.Constant(V16F32, [0.0] * LANES)
+    initial = [load(builder, at, V16F32, 4) if accumulate else zero for at in c_at]
+    before = builder.basic_block
+    loop = builder.append_basic_block("fma.loop")
+    after = builder.append_basic_block("fma.after")
+    builder.branch(loop)
+
+    builder.position_at_end(loop)
+    index = builder.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), before)
+    totals = []
+    for value in initial:
+        phi = builder.phi(V16F32)
+        phi.add_incoming(value, before)
+        totals.append(phi)
+    b_row = builder.add(b, builder.mul(builder.mul(index, b_stride), item_bytes))
+    b_vectors = []
+    for vector in range(vectors):
+        at = builder.add(b_row, ir.Constant(I64, LANES * vector * stored.bitwidth // 8))
+        b_vectors.append(widen(builder, at, stored))
+    a_offset = builder.mul(index, ir.Constant(I64, 4))
+    results = []
+    for row in range(rows):
+        scalar = splat(builder, load(builder, builder.add(a_rows[row], a_offset), F32, 4), V16F32)
+        for vector in range(vectors):
+            total = totals[row * vectors + vector]
+            results.append(fma(builder, scalar, b_vectors[vector], total))
+    following = builder.add(index, ir.Constant(I64, 1))
+    index.add_incoming(following, loop)
+    for phi, value in zip(totals, results, strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, k), loop, after)
+
+    builder.position_at_end(after)
+    for value, at in zip(results, c_at, strict=True):
+        builder.store(value, builder.inttoptr(at, V16F32.as_pointer()), align=4)

@@ -26,18 +26,28 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.backends.cpu.vector_ir import (
+    F32,
+    I8,
+    I32,
+    I64,
+    LANES,
+    V16F16,
+    V16F32,
+    V16I32,
+    fma,
+    load,
+    splat,
+)
+
 GROUP = 32
 """Consecutive k that share a scale."""
-COLUMNS = 16
+COLUMNS = LANES
 _STEPS = GROUP // 4
 _HEADER_BYTES = 2 * COLUMNS * 2
 
-_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_V64I8 = ir.VectorType(_I8, 64)
-_V64I32 = ir.VectorType(_I32, 64)
-_V16I32 = ir.VectorType(_I32, COLUMNS)
-_V16F32 = ir.VectorType(_F32, COLUMNS)
-_V16F16 = ir.VectorType(ir.HalfType(), COLUMNS)
+_V64I8 = ir.VectorType(I8, 64)
+_V64I32 = ir.VectorType(I32, 64)
 
 
 def chunk_bytes(bits: int) -> int:
@@ -52,32 +62,20 @@ def has_vnni() -> bool:
     return bool(features.get("avx512vnni") and features.get("avx512f"))
 
 
-def _splat(builder: Any, scalar: Any, vector_type: ir.VectorType) -> Any:
-    undefined = ir.Constant(vector_type, ir.Undefined)
-    one = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    mask = ir.Constant(ir.VectorType(_I32, vector_type.count), [0] * vector_type.count)
-    return builder.shuffle_vector(one, undefined, mask)
-
-
-def _load(builder: Any, address: Any, offset: Any, kind: Any, align: int) -> Any:
-    pointer = builder.inttoptr(builder.add(address, offset), kind.as_pointer())
-    return builder.load(pointer, align=align)
-
-
 def _every(builder: Any, value: Any, first: int) -> Any:
     """Elements first, first + 4, … of a vector of 64."""
-    mask = ir.Constant(_V16I32, list(range(first, 64, 4)))
+    mask = ir.Constant(V16I32, list(range(first, 64, 4)))
     return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
 
 
 def _dot4(builder: Any, total: Any, codes: Any, activations: Any) -> Any:
     """total[n] += Σ_i codes[4 n + i] * activations[i]; codes unsigned, activations a packed i32."""
-    spread = _splat(builder, activations, _V16I32)
+    spread = splat(builder, activations, V16I32)
     if has_vnni():
-        kind = ir.FunctionType(_V16I32, (_V16I32, _V16I32, _V16I32))
+        kind = ir.FunctionType(V16I32, (V16I32, V16I32, V16I32))
         name = "llvm.x86.avx512.vpdpbusd.512"
         function = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(function, (total, builder.bitcast(codes, _V16I32), spread))
+        return builder.call(function, (total, builder.bitcast(codes, V16I32), spread))
     left = builder.zext(codes, _V64I32)
     right = builder.sext(builder.bitcast(spread, _V64I8), _V64I32)
     products = builder.mul(left, right)
@@ -90,8 +88,8 @@ def _code_vectors(builder: Any, chunk: Any, bits: int) -> list[Any]:
     """The group's eight vectors of 64 unsigned codes."""
 
     def vector(index: int) -> Any:
-        offset = ir.Constant(_I64, _HEADER_BYTES + 64 * index)
-        return _load(builder, chunk, offset, _V64I8, 1)
+        offset = ir.Constant(I64, _HEADER_BYTES + 64 * index)
+        return load(builder, builder.add(chunk, offset), _V64I8, 1)
 
     if bits == 8:
         return [vector(index) for index in range(_STEPS)]
@@ -125,48 +123,45 @@ def quantized_tile(
 
 def _emit_tile(builder: Any, rows: int, bits: int, args: Any) -> None:
     a, a_stride, sa, sum_a, s_stride, w, groups, c, c_stride = args
-    fma = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_V16F32, (_V16F32,) * 3), f"llvm.fma.v{COLUMNS}f32"
-    )
-    numbers = [ir.Constant(_I64, row) for row in range(rows)]
+    numbers = [ir.Constant(I64, row) for row in range(rows)]
     a_rows = [builder.add(a, builder.mul(row, a_stride)) for row in numbers]
     s_rows = [builder.mul(row, s_stride) for row in numbers]
-    zero_f = ir.Constant(_V16F32, [0.0] * COLUMNS)
-    zero_i = ir.Constant(_V16I32, [0] * COLUMNS)
+    zero_f = ir.Constant(V16F32, [0.0] * COLUMNS)
+    zero_i = ir.Constant(V16I32, [0] * COLUMNS)
     before = builder.basic_block
     loop = builder.append_basic_block("tile.loop")
     after = builder.append_basic_block("tile.after")
     builder.branch(loop)
 
     builder.position_at_end(loop)
-    group = builder.phi(_I64)
-    group.add_incoming(ir.Constant(_I64, 0), before)
+    group = builder.phi(I64)
+    group.add_incoming(ir.Constant(I64, 0), before)
     totals = []
     for _ in range(rows):
-        phi = builder.phi(_V16F32)
+        phi = builder.phi(V16F32)
         phi.add_incoming(zero_f, before)
         totals.append(phi)
-    chunk = builder.add(w, builder.mul(group, ir.Constant(_I64, chunk_bytes(bits))))
-    a_offset = builder.mul(group, ir.Constant(_I64, GROUP))
-    s_offset = builder.mul(group, ir.Constant(_I64, 4))
+    chunk = builder.add(w, builder.mul(group, ir.Constant(I64, chunk_bytes(bits))))
+    a_offset = builder.mul(group, ir.Constant(I64, GROUP))
+    s_offset = builder.mul(group, ir.Constant(I64, 4))
     sums = [zero_i] * rows
     for step, codes in enumerate(_code_vectors(builder, chunk, bits)):
-        at = builder.add(a_offset, ir.Constant(_I64, 4 * step))
+        at = builder.add(a_offset, ir.Constant(I64, 4 * step))
         for row in range(rows):
-            sums[row] = _dot4(builder, sums[row], codes, _load(builder, a_rows[row], at, _I32, 4))
-    zero = ir.Constant(_I64, 0)
-    scale = builder.fpext(_load(builder, chunk, zero, _V16F16, 1), _V16F32)
-    offset = ir.Constant(_I64, 2 * COLUMNS)
-    minimum = builder.fpext(_load(builder, chunk, offset, _V16F16, 1), _V16F32)
+            activations = load(builder, builder.add(a_rows[row], at), I32, 4)
+            sums[row] = _dot4(builder, sums[row], codes, activations)
+    scale = builder.fpext(load(builder, chunk, V16F16, 1), V16F32)
+    minimum_at = builder.add(chunk, ir.Constant(I64, 2 * COLUMNS))
+    minimum = builder.fpext(load(builder, minimum_at, V16F16, 1), V16F32)
     results = []
     for row in range(rows):
         at = builder.add(s_rows[row], s_offset)
-        row_scale = _splat(builder, _load(builder, sa, at, _F32, 4), _V16F32)
-        row_sum = _splat(builder, _load(builder, sum_a, at, _F32, 4), _V16F32)
-        dot = builder.sitofp(sums[row], _V16F32)
-        partial = builder.call(fma, (row_sum, minimum, totals[row]))
-        results.append(builder.call(fma, (dot, builder.fmul(row_scale, scale), partial)))
-    following = builder.add(group, ir.Constant(_I64, 1))
+        row_scale = splat(builder, load(builder, builder.add(sa, at), F32, 4), V16F32)
+        row_sum = splat(builder, load(builder, builder.add(sum_a, at), F32, 4), V16F32)
+        dot = builder.sitofp(sums[row], V16F32)
+        partial = fma(builder, row_sum, minimum, totals[row])
+        results.append(fma(builder, dot, builder.fmul(row_scale, scale), partial))
+    following = builder.add(group, ir.Constant(I64, 1))
     group.add_incoming(following, loop)
     for phi, value in zip(totals, results, strict=True):
         phi.add_incoming(value, loop)
@@ -175,4 +170,4 @@ def _emit_tile(builder: Any, rows: int, bits: int, args: Any) -> None:
     builder.position_at_end(after)
     for row, value in zip(numbers, results, strict=True):
         address = builder.add(c, builder.mul(row, c_stride))
-        builder.store(value, builder.inttoptr(address, _V16F32.as_pointer()), align=4)
+        builder.store(value, builder.inttoptr(address, V16F32.as_pointer()), align=4)

@@ -20,6 +20,10 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 32, 16
 NUM_BLOCKS, NUM_LAYERS, LAYER = 14, 2, 1
 EPS = 1e-6
 POISON = 0xA5
+POISONED = np.full(4, POISON, np.uint8)
+ELEMENTS: dict[KVDtype, Any] = {
+    "fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "int8": np.int8,
+}  # fmt: skip
 ROW_COUNTS = [1, 7, 33, 160]
 assert ROW_COUNTS[-1] * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM > SERIAL_ELEMENTS
 Wide = npt.NDArray[np.float64]
@@ -60,13 +64,27 @@ class Written:
         step = backend.begin_step(batch)
         backend.rope_and_write_kv(tensor, rope, norm if qk_norm else None, LAYER, step)
         self.found = tensor.numpy().reshape(rows, heads, HEAD_DIM)
-        bytes_of_rows = raw.numpy().reshape(
-            NUM_BLOCKS, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, spec.row_bytes
-        )
         blocks, offsets = np.divmod(batch.slot_mapping, BLOCK_SIZE)
-        self.stored = bytes_of_rows[blocks, LAYER, :, :, offsets].copy()
-        bytes_of_rows[blocks, LAYER, :, :, offsets] = POISON
-        self.rest_is_untouched = bool((bytes_of_rows == POISON).all())
+        elements = raw.numpy().view(ELEMENTS[dtype])
+        parts = elements.reshape(NUM_BLOCKS, NUM_LAYERS, 2, NUM_KV_HEADS, -1)
+        size = BLOCK_SIZE * HEAD_DIM
+        shape = (NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS)
+        keys = parts[:, :, 0, :, :size].reshape(*shape, HEAD_DIM, BLOCK_SIZE, copy=False)
+        values = parts[:, :, 1, :, :size].reshape(*shape, BLOCK_SIZE, HEAD_DIM, copy=False)
+        slots = keys.swapaxes(3, 4), values
+        self.stored = np.stack([part[blocks, LAYER, :, offsets] for part in slots], axis=1)
+        """[rows, 2, Hkv, D] in the storage dtype."""
+        for part in slots:
+            part[blocks, LAYER, :, offsets] = POISONED.view(ELEMENTS[dtype])[0]
+        if dtype == "int8":
+            scales = (
+                raw.numpy().view(np.float32).reshape(NUM_BLOCKS, NUM_LAYERS, 2, NUM_KV_HEADS, -1)
+            )
+            scales = scales[..., -BLOCK_SIZE:]
+            self.scales = scales[blocks, LAYER, :, :, offsets].copy()
+            """[rows, 2, Hkv]."""
+            scales[blocks, LAYER, :, :, offsets] = POISONED.view(np.float32)[0]
+        self.rest_is_untouched = bool((raw.numpy() == POISON).all())
 
     @property
     def expected_kv(self) -> Wide:
@@ -103,15 +121,10 @@ def test_only_the_tokens_own_slots_of_the_layer_are_written(rows: int, dtype: KV
 
 
 @pytest.mark.parametrize("rows", ROW_COUNTS)
-@pytest.mark.parametrize(
-    ("dtype", "numpy_dtype", "relative"),
-    [("fp32", np.float32, 0.0), ("fp16", np.float16, 2**-11), ("bf16", np.uint16, 2**-8)],
-)
-def test_slots_hold_the_rounded_rows(
-    rows: int, dtype: KVDtype, numpy_dtype: Any, relative: float
-) -> None:
+@pytest.mark.parametrize(("dtype", "relative"), [("fp32", 0.0), ("fp16", 2**-11), ("bf16", 2**-8)])
+def test_slots_hold_the_rounded_rows(rows: int, dtype: KVDtype, relative: float) -> None:
     written = Written(rows, dtype)
-    stored = written.stored.view(numpy_dtype)
+    stored = written.stored
     if dtype == "bf16":
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
     exact = written.found[:, NUM_HEADS:].reshape(stored.shape)
@@ -122,8 +135,8 @@ def test_slots_hold_the_rounded_rows(
 @pytest.mark.parametrize("rows", ROW_COUNTS)
 def test_int8_slots_hold_codes_and_the_rows_own_scale(rows: int) -> None:
     written = Written(rows, "int8")
-    codes = written.stored[..., :HEAD_DIM].view(np.int8).astype(np.float64)
-    scales = written.stored[..., HEAD_DIM:].copy().view(np.float32).astype(np.float64)
+    codes = written.stored.astype(np.float64)
+    scales = written.scales.astype(np.float64)[..., None]
     exact = written.found[:, NUM_HEADS:].reshape(codes.shape)
     largest = abs(exact).max(axis=-1, keepdims=True)
     np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
