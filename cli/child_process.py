@@ -77,7 +77,7 @@ class ChildProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.spec.env},
-                start_new_session=True,
+                process_group=0,
             )
         assert self._process.stdin is not None
         try:

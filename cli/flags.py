@@ -74,7 +74,7 @@ _ENGINE_FLAGS = (
     _Flag("max_batched_tokens", int, "TOKENS", "most tokens computed in one step"),
     _Flag("max_model_len", int, "TOKENS", "longest sequence; 0: the model's limit"),
     _Flag("transport", str, "NAME", "data plane of KV blocks", TRANSPORTS[:2]),
-    _Flag("threads", int, "THREADS", "compute threads of one worker; 0: automatic"),
+    _Flag("threads", int, "THREADS", "compute threads of one worker; 0: all cores, shared"),
     _Flag("lease_s", float, "SECONDS", "how long a transfer lives without a sign of life"),
 )
 _WORKER_FLAGS = (
@@ -83,6 +83,12 @@ _WORKER_FLAGS = (
     _Flag("advertise_host", str, "ADDRESS", "address the peers dial (default: --host)"),
     _Flag("control_port", int, "PORT", "port of the control socket; 0 takes any free one"),
     _Flag("http_port", int, "PORT", "port of /metrics and /health; 0 takes any free one"),
+    _Flag(
+        "cores_file",
+        str,
+        "FILE",
+        "workers that compute at the same time share the cores with those of the same file",
+    ),
 )
 _GATEWAY_ID_FLAGS = (_Flag("gateway_id", str, "ID", "unique in the cluster (default: random)"),)
 

@@ -60,7 +60,10 @@ class LocalCluster:
         # On a shared registry, other hosts have a prefill-0 too.
         prefix = f"{_host_id()}-" if self._redis_url else ""
         # --host is where clients come in; what the workers bind is for this machine only.
-        local = argparse.Namespace(**{**vars(options), "host": _WORKER_HOST})
+        cores_file = str(run_dir / "cores")
+        local = argparse.Namespace(
+            **{**vars(options), "host": _WORKER_HOST, "cores_file": cores_file}
+        )
         counts = {"prefill": options.prefill, "decode": options.decode}
         self.worker_configs = [
             worker_config(local, role, f"{prefix}{role}-{i}")

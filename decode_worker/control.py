@@ -38,6 +38,9 @@ from mesh.service import process_epoch
 
 _logger = logging.getLogger(__name__)
 
+NICENESS = 5
+"""Of the computing threads: after what passes tokens on, before a prefill worker's."""
+
 
 class DecodeControl:
     """Wires the loop, the receiver, the links and the host together; lives in one event loop."""
@@ -74,7 +77,11 @@ class DecodeControl:
         )
         self._loop = DecodeLoop(engine)
         self._runtime: WorkerRuntime[Command, Event] = WorkerRuntime(
-            self._loop, self._host, on_events=self._on_events, poll=self._poll
+            self._loop,
+            self._host,
+            on_events=self._on_events,
+            poll=self._poll,
+            niceness=NICENESS,
         )
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -128,6 +128,10 @@ class DecodeLoop:
         self.snapshot = take_snapshot(self._engine, num_held=num_held)
         return events, worked
 
+    def rest(self) -> None:
+        """See ``Loop``."""
+        self._engine.rest()
+
     def _submit(self, request: DecodeRequest, gateway_id: str) -> None:
         emitted = len(request.token_ids) - request.num_prompt_tokens
         total = len(request.token_ids) + request.sampling.max_tokens - emitted

@@ -69,6 +69,7 @@ class Engine:
             self.model = Decoder(self.model_config, source, backend, max_model_len)
             weights_hash = source.content_hash()
         self.kv_spec = _kv_spec(config, self.model_config)
+        self._backend = backend
         self.kv_cache = backend.allocate_kv_cache(self.kv_spec)
         self.scheduler = Scheduler(
             BlockPool(self.kv_spec.num_blocks),
@@ -105,6 +106,10 @@ class Engine:
             expired=plan.expired,
             displaced=plan.displaced,
         )
+
+    def rest(self) -> None:
+        """Tell the device that no step follows at once."""
+        self._backend.rest()
 
     def _observe(self, seconds: float, num_tokens: int) -> None:
         if self.step_time_s == 0.0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import os
 import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -27,13 +28,18 @@ class Loop(Protocol[CommandIn, Event]):
         """Schedule, run, and return (events for the control loop, whether anything was done)."""
         ...
 
+    def rest(self) -> None:
+        """There is nothing to do until a command comes or some time passes."""
+        ...
+
 
 class ModelThread(Generic[Command, Event]):
     """Drains the inbox into ``loop.handle``, calls ``loop.step``, hands its events back.
 
     ``post`` may be called from any thread. ``on_events`` runs in the event loop that called
     ``start``; ``on_crash`` too, once, if the loop raised: the worker must then end, since nothing
-    is known about its state.
+    is known about its state. ``niceness`` is that of the thread and of all it
+    computes with, above the process's: what passes tokens on comes before what computes them.
     """
 
     def __init__(
@@ -42,10 +48,12 @@ class ModelThread(Generic[Command, Event]):
         *,
         on_events: Callable[[list[Event]], None],
         on_crash: Callable[[BaseException], None],
+        niceness: int,
     ) -> None:
         self._loop = loop
         self._on_events = on_events
         self._on_crash = on_crash
+        self._niceness = niceness
         self._inbox: collections.deque[Command] = collections.deque()
         self._wake = threading.Event()
         self._stop = False
@@ -71,6 +79,10 @@ class ModelThread(Generic[Command, Event]):
 
     def _run(self) -> None:
         assert self._event_loop is not None
+        thread_id = threading.get_native_id()
+        os.setpriority(
+            os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + self._niceness
+        )
         try:
             while not self._stop:
                 self._wake.clear()
@@ -80,6 +92,7 @@ class ModelThread(Generic[Command, Event]):
                 if events:
                     self._event_loop.call_soon_threadsafe(self._on_events, events)
                 if not worked and not self._inbox:
+                    self._loop.rest()
                     self._wake.wait(_IDLE_WAIT_S)
         except BaseException as error:
             if not self._stop:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 
 from engine.backends.cpu.backend import CpuBackend
+from engine.backends.cpu.core_share import CoreShare
 from engine.engine import Engine
 from engine.warm_up import warm_up
 from mesh.config import WorkerConfig
@@ -55,12 +55,12 @@ def build_engine(config: WorkerConfig) -> Engine:
         ConfigError: the model or a size is unusable.
     """
     start_s = time.monotonic()
-    threads = config.threads or len(os.sched_getaffinity(0))
-    engine = Engine(config, CpuBackend(config.weights, threads))
+    share = CoreShare(config.cores_file, config.role)
+    engine = Engine(config, CpuBackend(config.weights, config.threads or share))
     loaded_s = time.monotonic()
     warm_up(engine)
     _logger.info(
-        "model ready load_s=%.1f warm_up_s=%.1f threads=%d",
-        loaded_s - start_s, time.monotonic() - loaded_s, threads,
+        "model ready load_s=%.1f warm_up_s=%.1f",
+        loaded_s - start_s, time.monotonic() - loaded_s,
     )  # fmt: skip
     return engine

@@ -31,6 +31,7 @@ def warm_up(engine: Engine) -> None:
     engine.scheduler.add(sequence)
     while sequence.finish_reason is None:
         engine.step()
+    engine.rest()
     engine.scheduler.finish(sequence)
     engine.scheduler.pool.forget_cached()
     engine.step_time_s = engine.tokens_per_s = 0.0

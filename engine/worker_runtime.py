@@ -28,6 +28,7 @@ class WorkerRuntime(Generic[Command, Event]):
         *,
         on_events: Callable[[list[Event]], None],
         poll: Callable[[], bool],
+        niceness: int,
     ) -> None:
         """Prepare; nothing runs before ``run``.
 
@@ -36,6 +37,7 @@ class WorkerRuntime(Generic[Command, Event]):
             host: started and closed by ``run``.
             on_events: what the hot loop emitted.
             poll: progresses the transfers; returns whether any is open.
+            niceness: of the model thread.
         """
         self._host = host
         self._poll = poll
@@ -43,7 +45,7 @@ class WorkerRuntime(Generic[Command, Event]):
         self._crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_events = on_events
         self._thread: ModelThread[Command, Event] = ModelThread(
-            loop, on_events=self._deliver, on_crash=self._on_crash
+            loop, on_events=self._deliver, on_crash=self._on_crash, niceness=niceness
         )
         self.post = self._thread.post
         """Queue a command for the hot loop; from any thread."""

@@ -108,7 +108,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: TransportName = "ucx"
     """Data plane for KV blocks; ``inproc`` is for tests inside one process."""
     threads: int = 0
-    """Compute threads; 0: chosen by the worker from the cores it may use."""
+    """Compute threads; 0: the cores it may use, shared with the workers of ``cores_file``."""
+    cores_file: str = ""
+    """File through which workers on one machine share its cores; empty: with none."""
     lease_s: float = 10.0
     """Seconds P keeps blocks pinned, and D keeps a grant open, without a sign of life."""
     log_level: LogLevel = "info"

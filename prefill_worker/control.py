@@ -39,6 +39,9 @@ from prefill_worker.loop import (
 
 _logger = logging.getLogger(__name__)
 
+NICENESS = 10
+"""Of the computing threads: after everything that a running answer waits for."""
+
 
 class PrefillControl:
     """Wires the loop, the sender and the host together; lives in one event loop."""
@@ -68,7 +71,11 @@ class PrefillControl:
         )
         self._loop = PrefillLoop(engine)
         self._runtime: WorkerRuntime[Command, Event] = WorkerRuntime(
-            self._loop, self._host, on_events=self._on_events, poll=self._poll
+            self._loop,
+            self._host,
+            on_events=self._on_events,
+            poll=self._poll,
+            niceness=NICENESS,
         )
 
     async def run(self, stop: asyncio.Event) -> None:

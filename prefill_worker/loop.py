@@ -128,6 +128,10 @@ class PrefillLoop:
         self.snapshot = take_snapshot(self._engine)
         return events, worked
 
+    def rest(self) -> None:
+        """See ``Loop``."""
+        self._engine.rest()
+
     def _submit(self, request: PrefillRequest, gateway_id: str) -> None:
         try:
             if request.transfer_id in self._jobs:

@@ -116,6 +116,10 @@ class Backend(Protocol):
         """Prepare per-step metadata; the result is passed to the attention ops of this step."""
         ...
 
+    def rest(self) -> None:
+        """No step follows at once: give up what is held only for computing."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[T, H] → [T, H], statistics in float32."""
         ...

@@ -12,6 +12,7 @@ import torch
 from engine.backends.base import Embedding, KVCacheSpec, Linear, QKNorm, RopeTable
 from engine.backends.cpu import elementwise, kv_store
 from engine.backends.cpu.attention import AttentionTiles, paged_attention, plan_tiles
+from engine.backends.cpu.core_share import CoreShare
 from engine.backends.cpu.float32_linear import Float32Embedding, Float32Linear
 from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLinear, pack
 from engine.batch import BatchInputs
@@ -19,6 +20,7 @@ from engine.model_config import HiddenAct
 
 WeightScheme = Literal["fp32", "int8", "int4"]
 _BITS = {"int8": 8, "int4": 4}
+_MOST_THREADS = numba.get_num_threads()  # no thread has set its own yet
 _NO_NORM = np.empty(0, np.float32)
 
 
@@ -38,12 +40,11 @@ class CpuBackend:
 
     device = torch.device("cpu")
 
-    def __init__(self, weights: WeightScheme, num_threads: int) -> None:
+    def __init__(self, weights: WeightScheme, num_threads: int | CoreShare) -> None:
+        """Prepare; ``num_threads`` is fixed, or asked for at every step."""
         self._weights = weights
         self._num_threads = num_threads
         self._kv: kv_store.KVView | None = None
-        torch.set_num_threads(num_threads)
-        numba.set_num_threads(min(num_threads, numba.get_num_threads()))
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Take a [out, in] float32 weight over, quantised if the scheme says so."""
@@ -72,8 +73,19 @@ class CpuBackend:
         return raw
 
     def begin_step(self, batch: BatchInputs) -> CpuStep:
-        """Cut the step's attention into tiles, once for all layers."""
-        return CpuStep(batch, plan_tiles(batch, self._view.values.shape[2], self._num_threads))
+        """Choose the threads, and cut the step's attention into tiles, once for all layers."""
+        share = self._num_threads
+        num_threads = share.take() if isinstance(share, CoreShare) else share
+        # Both settings belong to the calling thread.
+        numba.set_num_threads(min(num_threads, _MOST_THREADS))
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        return CpuStep(batch, plan_tiles(batch, self._view.values.shape[2], num_threads))
+
+    def rest(self) -> None:
+        """See Backend."""
+        if isinstance(self._num_threads, CoreShare):
+            self._num_threads.give_back()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Backend."""

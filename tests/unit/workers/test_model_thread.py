@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ class EchoLoop:
         self.handled: list[int] = []
         self.threads: set[int] = set()
         self.num_steps = 0
+        self.rested = threading.Event()
+        self.niceness = 0
         self._on_step = on_step
 
     def handle(self, command: int) -> None:
@@ -26,10 +29,14 @@ class EchoLoop:
 
     def step(self) -> tuple[list[int], bool]:
         self.threads.add(threading.get_ident())
+        self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.num_steps += 1
         self._on_step()
         events, self.handled = self.handled, []
         return events, False
+
+    def rest(self) -> None:
+        self.rested.set()
 
 
 class Running:
@@ -40,7 +47,7 @@ class Running:
         self.crashed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.callers: set[int] = set()
         self.thread: ModelThread[int, int] = ModelThread(
-            loop, on_events=self._collect, on_crash=self.crashed.set_result
+            loop, on_events=self._collect, on_crash=self.crashed.set_result, niceness=3
         )
         self.thread.start()
 
@@ -61,6 +68,24 @@ async def test_commands_and_events_keep_their_order_and_their_threads() -> None:
     assert running.callers == {threading.get_ident()}
     assert len(loop.threads) == 1
     assert loop.threads != running.callers
+
+
+async def test_only_the_model_thread_is_nice() -> None:
+    loop = EchoLoop()
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    running = Running(loop)
+    running.thread.post(0)
+    await asyncio.wait_for(running.events.get(), 10)
+    await running.thread.close()
+    assert loop.niceness == before + 3
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+async def test_an_idle_loop_rests() -> None:
+    loop = EchoLoop()
+    running = Running(loop)
+    assert await asyncio.to_thread(loop.rested.wait, 10)
+    await running.thread.close()
 
 
 async def test_a_command_wakes_an_idle_loop() -> None:
