@@ -2,7 +2,11 @@
 
 Static: a batch is admitted together, and the next one when its last sequence is done; padded, as
 servers did it, every row is computed until then. Continuous: whenever a sequence is done, the next
-one takes its place in the very next step. Only the tokens that were asked for count.
+one takes its place in the very next step, at the same batch size or, at will, in the same memory.
+Only the tokens that were asked for count.
+
+The memory of all is that of a static batch, which must reserve every row for the longest request.
+Pages hold only what was computed, so that more sequences fit.
 
     static       | a a a a a a a a | e e e …        continuous   | a a a a a a a a f f …
                  | b b . . . . . . | f f …                       | b b c c c c d d d d d e …
@@ -16,7 +20,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from benchmarks.local_engine import add_sequence, finish_ended, make_engine
+from benchmarks.local_engine import BLOCK_SIZE, add_sequence, finish_ended, make_engine
 from benchmarks.table import format_table, machine, num_cores, write_json
 from benchmarks.workload import chat_output_lengths, random_prompts
 from mesh.config import WEIGHTS
@@ -24,9 +28,10 @@ from mesh.config import WEIGHTS
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-_KINDS = ("static, padded", "static", "continuous")
+_SAME_BATCH, _SAME_MEMORY = "continuous, same batch", "continuous, same memory"
+_KINDS = ("static, padded", "static", _SAME_BATCH, _SAME_MEMORY)
 _HEADINGS = (
-    "batching", "output tok/s", "seconds", "steps", "useful tokens a step", "continuous / this",
+    "batching", "output tok/s", "seconds", "steps", "useful tokens a step", "same memory / this",
 )  # fmt: skip
 
 
@@ -52,13 +57,14 @@ def main(argv: SequenceOf[str]) -> int:
     )
     engine = make_engine(
         model=options.model, weights=options.weights, threads=options.threads,
-        max_num_seqs=options.batch,
+        kv_blocks=options.batch * -(-(options.input + max(lengths)) // BLOCK_SIZE),
     )  # fmt: skip
     runs: dict[str, list[tuple[float, int]]] = {kind: [] for kind in _KINDS}
     for number in range(options.rounds):
         for kind, of_kind in runs.items():
             prompts = random_prompts(len(lengths), options.input, seed=(kind, number))
-            size = len(lengths) if kind == "continuous" else options.batch
+            size = options.batch if kind.startswith("static") else len(lengths)
+            engine.scheduler.max_num_seqs = len(lengths) if kind == _SAME_MEMORY else options.batch
             computed = _padded(lengths, size) if kind == "static, padded" else lengths
             of_kind.append(_run(engine, prompts, computed, admitted_together=size))
             print(
@@ -69,7 +75,7 @@ def main(argv: SequenceOf[str]) -> int:
     rows: list[list[object]] = []
     for kind, of_kind in runs.items():
         steps = of_kind[0][1]
-        ratio = seconds[kind] / seconds["continuous"]
+        ratio = seconds[kind] / seconds[_SAME_MEMORY]
         rows.append(
             [kind, num_tokens / seconds[kind], seconds[kind], steps, num_tokens / steps, ratio]
         )

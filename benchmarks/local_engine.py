@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from engine.sequence import Sequence
 
 _DEADLINE_S = 3600.0
+BLOCK_SIZE = 16
 
 
-def make_engine(*, model: str, weights: Weights, threads: int, max_num_seqs: int) -> Engine:
+def make_engine(
+    *, model: str, weights: Weights, threads: int, max_num_seqs: int = 128, kv_blocks: int = 0
+) -> Engine:
     """A warm engine, configured as a worker of `pdmesh up` would be.
 
     Raises:
@@ -28,6 +31,7 @@ def make_engine(*, model: str, weights: Weights, threads: int, max_num_seqs: int
     config = WorkerConfig(
         role="decode", worker_id="bench", redis_url="redis://127.0.0.1:1",
         model=model, weights=weights, threads=threads, max_num_seqs=max_num_seqs,
+        kv_blocks=kv_blocks, block_size=BLOCK_SIZE,
     )  # fmt: skip
     config.validate()
     return build_engine(config)

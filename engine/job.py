@@ -76,7 +76,9 @@ def failure(request_id: str, transfer_id: str, error: PdmeshError) -> RequestFai
 def token_output(job: Job, token: SampledToken) -> TokenOutput:
     """The message for a token just appended to the job's sequence."""
     sequence = job.sequence
-    cached = 0 if job.reported_cached else sequence.num_cached_tokens
+    cached = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
+    if job.reported_cached:
+        cached = 0
     job.reported_cached = True
     return TokenOutput(
         request_id=sequence.request_id,

@@ -15,6 +15,10 @@ from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, SequenceState
 
+MAX_PASSED = 16
+"""How many less urgent sequences may take blocks that are too few for a more urgent one, before
+all blocks that become free are kept for it. Else a long prompt at the head leaves them unused."""
+
 DISPLACE_AFTER_S = 5.0
 """How long a granted prompt waits for blocks before one that nobody takes must give its up."""
 
@@ -68,7 +72,8 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.block_size = block_size
-        self.max_num_seqs = max_num_seqs
+        # With more, decodes alone could fill every step, and prompts would never be computed.
+        self.max_num_seqs = min(max_num_seqs, max_batched_tokens)
         self.max_batched_tokens = max_batched_tokens
         self.batch_chunk_tokens = min(batch_chunk_tokens, max_batched_tokens)
         self.prefix_cache = PrefixCache(pool, block_size, enabled=prefix_caching)
@@ -225,6 +230,7 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
         self._waiting.sort(key=_by_urgency)
         may_hold = self._blocks_left_without_receiver()
+        blocked: list[Sequence] = []
         for sequence in list(self._waiting):
             remote = sequence in self._waiting_remote
             limit = 0 if remote else self._chunk_limit(sequence, budget)
@@ -237,8 +243,13 @@ class Scheduler:
                 break
             if not self._reserve(sequence):
                 if self._clock() - sequence.arrival_s > DISPLACE_AFTER_S and sequence.has_receiver:
-                    plan.displaced = self._displace()
-                break
+                    plan.displaced = plan.displaced or self._displace()
+                blocked.append(sequence)
+                if sequence.num_passed >= MAX_PASSED:
+                    break
+                continue
+            for passed in blocked:
+                passed.num_passed += 1
             if not sequence.has_receiver:
                 may_hold -= len(sequence.block_table)
             self._waiting.remove(sequence)
@@ -284,7 +295,8 @@ class Scheduler:
         sequence.block_table = cached + self.pool.allocate(wanted)
         sequence.num_computed_tokens = len(cached) * self.block_size
         sequence.num_registered_blocks = len(cached)
-        sequence.num_cached_tokens = sequence.num_computed_tokens
+        if not sequence.num_preemptions:  # later it finds its own
+            sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
     def _headroom(self, sequence: Sequence) -> int:

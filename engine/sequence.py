@@ -71,12 +71,14 @@ class Sequence:
     num_computed_tokens: int = 0
     """Leading tokens whose KV is in the cache."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache at first scheduling (reported as usage)."""
+    """Tokens found in the prefix cache at first scheduling."""
     num_registered_blocks: int = 0
     """Leading full blocks already published to the prefix cache."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain over full blocks of ``token_ids``; filled lazily by the prefix cache."""
     num_preemptions: int = 0
+    num_passed: int = 0
+    """Less urgent sequences that were admitted while blocks were too few for this one."""
     finish_reason: FinishReason | None = None
 
     def move(self, state: SequenceState) -> None:

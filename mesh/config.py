@@ -99,7 +99,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV pool size in MiB where ``kv_blocks`` is 0."""
     block_size: int = 16
     """Token slots per KV block; a power of two."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = 128
     """Most sequences in one step."""
     max_batched_tokens: int = 512
     """Most tokens computed in one step (the prefill chunk budget)."""

@@ -104,13 +104,13 @@ class SaturatedWorker:
             self.ended.append(self.now_s - sequence.arrival_s)
 
 
-@pytest.mark.parametrize(("num_blocks", "least"), [(2912, 0.95), (5825, 0.96)])
-def test_a_saturated_pool_is_nearly_full(num_blocks: int, least: float) -> None:
+@pytest.mark.parametrize("num_blocks", [2912, 5825])
+def test_a_saturated_pool_is_nearly_full(num_blocks: int) -> None:
     """The packaged model's pool of 1 GiB, which holds 37 requests of this trace, and of 2 GiB."""
     worker = SaturatedWorker(num_blocks)
     usage = [worker.step() for _ in range(NUM_STEPS)]
     mean = statistics.fmean(usage[WARM_UP_STEPS:])
-    assert mean >= least, f"KV utilisation {mean:.4f}"
+    assert mean >= 0.96, f"KV utilisation {mean:.4f}"
     worker.pool.check_integrity()
 
 

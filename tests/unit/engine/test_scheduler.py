@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import MAX_PASSED, Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState
 from tests.unit.engine.tiny_llama import new_sequence
 
@@ -73,10 +73,30 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     advance(scheduler)
     advance(scheduler)
     while young.num_preemptions == 0:
-        advance(scheduler)
+        plan = advance(scheduler)
     while young.state is not SequenceState.RUNNING:
-        advance(scheduler)
-    assert young.num_cached_tokens > 0
+        plan = advance(scheduler)
+    assert 0 < counts(plan)[young] < young.num_tokens
+    assert young.num_cached_tokens == 0  # which clients are told of: nobody else's
+
+
+def test_small_requests_pass_one_that_must_wait_for_blocks_but_not_for_ever() -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    scheduler.add(new_sequence([1] * 16, 8, arrival_s=0.0), remote_prefill=True)
+    (running,) = scheduler.schedule().reserved
+    large = new_sequence([2] * 24, 1, arrival_s=1.0)
+    small = [new_sequence([3] * 4, 1, arrival_s=2.0 + i) for i in range(MAX_PASSED + 1)]
+    for sequence in (large, *small):
+        scheduler.add(sequence, remote_prefill=True)
+    passed: list[Sequence] = []
+    for _ in range(MAX_PASSED + 2):
+        reserved = scheduler.schedule().reserved
+        passed += reserved
+        for sequence in reserved:
+            scheduler.finish(sequence)
+    assert passed == small[:MAX_PASSED]
+    scheduler.finish(running)
+    assert scheduler.schedule().reserved[0] is large
 
 
 @pytest.mark.parametrize(("num_preemptions", "num_blocks"), [(0, 3), (1, 5)])
