@@ -78,6 +78,12 @@ class Scheduler:
         self.batch_chunk_tokens = min(batch_chunk_tokens, max_batched_tokens)
         self.prefix_cache = PrefixCache(pool, block_size, enabled=prefix_caching)
         self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        """Tokens of all admitted sequences, looked up in the prefix cache."""
+        self.num_prefix_hits = 0
+        """Those of them that were found."""
+        self.num_kv_tokens = 0
+        """Tokens of live sequences whose KV was in the pool after the last step."""
         self._watermark_blocks = int(watermark * pool.num_blocks)
         self._clock = clock
         self._keep_steps_small = False
@@ -190,6 +196,8 @@ class Scheduler:
         for chunk in plan.chunks:
             chunk.sequence.num_computed_tokens += chunk.num_scheduled_tokens
             self.prefix_cache.publish(chunk.sequence)
+        holders = (*self._running, *self._sending.values())
+        self.num_kv_tokens = sum(sequence.num_computed_tokens for sequence in holders)
 
     def _chunk_limit(self, sequence: Sequence, budget: int) -> int:
         """Prompt tokens that this sequence may add to the step.
@@ -297,6 +305,8 @@ class Scheduler:
         sequence.num_registered_blocks = len(cached)
         if not sequence.num_preemptions:  # later it finds its own
             sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_prefix_queries += sequence.num_tokens
+            self.num_prefix_hits += sequence.num_cached_tokens
         return True
 
     def _headroom(self, sequence: Sequence) -> int:

@@ -7,11 +7,18 @@ import logging
 import threading
 import time
 
-from engine.backends.cpu.backend import CpuBackend
+import msgspec
+
+from engine.backends.cpu.backend import CpuBackend, WeightScheme
 from engine.backends.cpu.core_share import CoreShare
 from engine.engine import Engine
 from engine.warm_up import warm_up
+from engine.weights import open_model
 from mesh.config import WorkerConfig
+from mesh.model_files import resolve_model
+
+_INT4_BELOW_BITS = 5.25
+"""Between llama.cpp's 4-bit files (Q4_K_M: 4.9 bits a weight) and its 5-bit ones (5.5 and more)."""
 
 _logger = logging.getLogger(__name__)
 
@@ -55,12 +62,27 @@ def build_engine(config: WorkerConfig) -> Engine:
         ConfigError: the model or a size is unusable.
     """
     start_s = time.monotonic()
+    weights = _weight_scheme(config)
+    config = msgspec.structs.replace(config, weights=weights)
     share = CoreShare(config.cores_file, config.role)
-    engine = Engine(config, CpuBackend(config.weights, config.threads or share))
+    engine = Engine(config, CpuBackend(weights, config.threads or share))
     loaded_s = time.monotonic()
     warm_up(engine)
     _logger.info(
-        "model ready load_s=%.1f warm_up_s=%.1f",
-        loaded_s - start_s, time.monotonic() - loaded_s,
+        "model ready weights=%s load_s=%.1f warm_up_s=%.1f",
+        weights, loaded_s - start_s, time.monotonic() - loaded_s,
     )  # fmt: skip
     return engine
+
+
+def _weight_scheme(config: WorkerConfig) -> WeightScheme:
+    """The configured scheme, or what holds the file's own precision.
+
+    Raises:
+        ConfigError: the model is unusable.
+    """
+    if config.weights != "auto":
+        return config.weights
+    _, source = open_model(resolve_model(config.model))
+    with source:
+        return "int4" if source.bits_per_weight() < _INT4_BELOW_BITS else "int8"

@@ -92,9 +92,9 @@ class WorkerHost:
         self._registration = Registration(config.redis_url, self._info, self._load)
         await self._registration.start()
         _logger.info(
-            "serving role=%s endpoint=%s transport=%s kv_blocks=%d weights=%s weight_mib=%d",
+            "serving role=%s endpoint=%s transport=%s kv_blocks=%d weight_mib=%d",
             config.role, self._info.endpoint, config.transport, self._info.kv_blocks_total,
-            config.weights, engine.model.num_weight_bytes >> 20,
+            engine.model.num_weight_bytes >> 20,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -131,7 +131,22 @@ class WorkerHost:
         metrics.gauge("pdmesh:step_time_seconds", "Smoothed engine step time.").set(
             load.step_time_s
         )
-        metrics.gauge("pdmesh:preemptions", "Preemptions since start.").set(
-            self._engine.scheduler.num_preemptions
-        )
+        scheduler = self._engine.scheduler
+        metrics.gauge(
+            "pdmesh:kv_slots_used_perc", "Computed tokens over all slots of the pool, 0 to 1."
+        ).set(scheduler.num_kv_tokens / (load.kv_blocks_total * scheduler.block_size))
+        for name, documentation, value in (
+            (metrics.NUM_PREEMPTIONS, "Preemptions.", scheduler.num_preemptions),
+            (
+                metrics.PREFIX_CACHE_QUERIES,
+                "Tokens looked up in the prefix cache.",
+                scheduler.num_prefix_queries,
+            ),
+            (
+                metrics.PREFIX_CACHE_HITS,
+                "Tokens found in the prefix cache.",
+                scheduler.num_prefix_hits,
+            ),
+        ):
+            metrics.count_to(name, documentation, value)
         return await metrics_handler(request)

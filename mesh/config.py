@@ -16,13 +16,13 @@ from mesh.errors import ConfigError
 from mesh.messages import Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-Weights = Literal["fp32", "int8", "int4"]
+Weights = Literal["auto", "fp32", "int8", "int4"]
 KVDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 TransportName = Literal["ucx", "tcp", "inproc"]
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
-WEIGHTS: tuple[Weights, ...] = ("fp32", "int8", "int4")
+WEIGHTS: tuple[Weights, ...] = ("auto", "fp32", "int8", "int4")
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "fp32", "bf16", "fp16", "int8")
 TRANSPORTS: tuple[TransportName, ...] = ("ucx", "tcp", "inproc")
 
@@ -89,8 +89,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TCP port of the control socket; 0 takes any free one."""
     http_port: int = 0
     """TCP port of /metrics and /health; 0 takes any free one."""
-    weights: Weights = "int8"
-    """Weights in memory: ``fp32``, or ``int8`` / ``int4`` in groups of 32 (embedding: 8 bits)."""
+    weights: Weights = "auto"
+    """Weights in memory: ``fp32``, or ``int8`` / ``int4`` in groups of 32 (embedding: 8 bits).
+    auto: ``int4`` where the file itself has about 4 bits per weight, else ``int8``."""
     kv_dtype: KVDtype = "auto"
     """Storage of the KV cache; auto: fp32 with fp32 weights, else fp16."""
     kv_blocks: int = 0

@@ -34,6 +34,9 @@ PlatformCollector(registry=REGISTRY)
 NUM_REQUESTS_RUNNING = "vllm:num_requests_running"
 NUM_REQUESTS_WAITING = "vllm:num_requests_waiting"
 KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
+PREFIX_CACHE_QUERIES = "vllm:prefix_cache_queries"
+PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"
+NUM_PREEMPTIONS = "vllm:num_preemptions"
 PROMPT_TOKENS = "vllm:prompt_tokens"
 GENERATION_TOKENS = "vllm:generation_tokens"
 REQUEST_SUCCESS = "vllm:request_success"
@@ -67,6 +70,14 @@ def counter(name: str, documentation: str, labels: Sequence[str] = ()) -> Counte
     """Create or find a counter; its sample is rendered as ``<name>_total``."""
     found = _find(name, Counter)
     return found if found is not None else Counter(name, documentation, labels, registry=REGISTRY)
+
+
+def count_to(name: str, documentation: str, value: float) -> None:
+    """Bring a counter to a count that is kept elsewhere and never falls."""
+    found = counter(name, documentation)
+    (metric,) = found.collect()
+    total = next(sample.value for sample in metric.samples if sample.name.endswith("_total"))
+    found.inc(value - total)
 
 
 def gauge(name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:

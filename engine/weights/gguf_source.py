@@ -89,6 +89,15 @@ class GgufSource(WeightSource):
         except OSError as error:
             raise ConfigError(f"{self._path} cannot be read: {error}") from error
 
+    def bits_per_weight(self) -> float:
+        of_layers = [
+            stored
+            for name, stored in self._stored.items()
+            if ".layers." in name and len(stored.shape) > 1
+        ]
+        num_bits = 8 * sum(stored.num_bytes for stored in of_layers)
+        return num_bits / max(1, sum(math.prod(stored.shape) for stored in of_layers))
+
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:

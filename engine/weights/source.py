@@ -48,6 +48,10 @@ class WeightSource(ABC):
     def content_hash(self) -> str:
         """Identify the weights: equal for equal files wherever they lie; see ``file_digest``."""
 
+    def bits_per_weight(self) -> float:
+        """How many bits the file spends on an element of the layers' matrices, on average."""
+        return 16.0
+
     @abstractmethod
     def close(self) -> None:
         """Close the files; may be called twice."""

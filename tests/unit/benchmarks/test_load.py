@@ -102,10 +102,10 @@ def test_prompts_share_no_prefix_and_depend_on_the_seed_alone() -> None:
 
 
 def test_the_trace_is_scaled_and_bounded() -> None:
-    assert chat_output_lengths(3, 1.0) == [44, 91, *chat_output_lengths(3, 1.0)[2:]]
+    assert chat_output_lengths(3, 1.0) == [44, 142, 181]
     assert chat_output_lengths(2, 0.001) == [1, 1]
-    with pytest.raises(ValueError, match="holds 200 requests, not 201"):
-        chat_output_lengths(201, 1.0)
+    with pytest.raises(ValueError, match="holds 1020 requests, not 1021"):
+        chat_output_lengths(1021, 1.0)
 
 
 def test_a_table_is_aligned() -> None:

@@ -80,6 +80,19 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     assert young.num_cached_tokens == 0  # which clients are told of: nobody else's
 
 
+def test_prefix_hits_and_computed_tokens_are_counted() -> None:
+    scheduler = make_scheduler(max_batched_tokens=16)
+    for round_number in range(2):
+        sequence = new_sequence([1] * 10, 2, arrival_s=0.0)
+        scheduler.add(sequence)
+        advance(scheduler)
+        assert scheduler.num_kv_tokens == 10
+        advance(scheduler)
+        assert scheduler.num_prefix_queries == 10 * (round_number + 1)
+        assert scheduler.num_prefix_hits == 8 * round_number
+    advance(scheduler)
+
+
 def test_small_requests_pass_one_that_must_wait_for_blocks_but_not_for_ever() -> None:
     scheduler = make_scheduler(num_blocks=8)
     scheduler.add(new_sequence([1] * 16, 8, arrival_s=0.0), remote_prefill=True)

@@ -28,3 +28,9 @@ def test_vllm_names_are_kept_whole() -> None:
     assert 'vllm:test_seconds_bucket{le="0.04",model_name="m"} 1.0\n' in text
     assert 'vllm:test_seconds_bucket{le="0.02",model_name="m"} 0.0\n' in text
     assert "process_resident_memory_bytes" in text
+
+
+def test_a_counter_follows_a_count_that_is_kept_elsewhere() -> None:
+    for count in (0, 3, 3, 10):
+        metrics.count_to("test_count_kept_elsewhere", "A count.", count)
+        assert f"test_count_kept_elsewhere_total {float(count)}\n" in metrics.render().decode()
