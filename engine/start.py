@@ -62,7 +62,7 @@ def build_engine(config: WorkerConfig) -> Engine:
         ConfigError: the model or a size is unusable.
     """
     start_s = time.monotonic()
-    weights = _weight_scheme(config)
+    weights = weight_scheme(config)
     config = msgspec.structs.replace(config, weights=weights)
     share = CoreShare(config.cores_file, config.role)
     engine = Engine(config, CpuBackend(weights, config.threads or share))
@@ -75,7 +75,7 @@ def build_engine(config: WorkerConfig) -> Engine:
     return engine
 
 
-def _weight_scheme(config: WorkerConfig) -> WeightScheme:
+def weight_scheme(config: WorkerConfig) -> WeightScheme:
     """The configured scheme, or what holds the file's own precision.
 
     Raises:

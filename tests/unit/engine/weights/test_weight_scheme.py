@@ -1,0 +1,41 @@
+"""``--weights auto``: 4-bit files stay at 4 bits, all else is held in 8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.start import weight_scheme
+from mesh.config import Weights, WorkerConfig
+from tests.unit.engine.weights.gguf_file import write_gguf
+
+
+def scheme(model: Path | None, weights: Weights = "auto") -> str:
+    path = str(model or "")
+    config = WorkerConfig(
+        role="decode", worker_id="d", redis_url="redis://h", model=path, weights=weights
+    )
+    return weight_scheme(config)
+
+
+@pytest.mark.parametrize(
+    ("storage", "expected"),
+    [("Q4_0", "int4"), ("Q5_0", "int8"), ("Q8_0", "int8"), ("F16", "int8"), ("F32", "int8")],
+)
+def test_by_the_bits_of_a_gguf_file(
+    storage: str, expected: str, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "m.gguf", tiny_model("llama"), storage=storage)
+    assert scheme(tmp_path / "m.gguf") == expected
+
+
+def test_safetensors_are_held_in_8_bits(saved_model: Callable[..., tuple[Any, Path]]) -> None:
+    assert scheme(saved_model("qwen3")[1]) == "int8"
+
+
+def test_the_packaged_model_is_a_4_bit_file_and_a_given_scheme_is_kept() -> None:
+    assert scheme(None) == "int4"
+    assert scheme(None, "fp32") == "fp32"
