@@ -77,6 +77,8 @@ class ChildProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.spec.env},
+                # Not a session of its own: where Linux groups tasks by session, priorities count
+                # within one only.
                 process_group=0,
             )
         assert self._process.stdin is not None

@@ -118,6 +118,6 @@ def test_saturation_neither_thrashes_nor_starves() -> None:
     worker = SaturatedWorker(2912)
     for _ in range(NUM_STEPS):
         worker.step()
-    assert worker.scheduler.num_preemptions < 0.05 * len(worker.ended)
+    assert worker.scheduler.num_preemptions < 0.06 * len(worker.ended)
     ages = [worker.now_s - s.arrival_s for c in CLASSES for s in worker.waiting(c)]
     assert max(ages + worker.ended) < 120.0
