@@ -39,7 +39,7 @@ def main(argv: SequenceOf[str]) -> int:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(prog="pdmesh bench batching", description=__doc__)
     add = parser.add_argument
-    add("--requests", type=int, default=500, help="of the trace, at most 1000 (default: 500)")
+    add("--requests", type=int, default=500, help="of the trace, at most 1020 (default: 500)")
     add("--scale", type=float, default=0.25, help="of the trace's lengths (default: 0.25)")
     add("--input", type=int, default=16, help="prompt tokens (default: 16)")
     add("--batch", type=int, default=16, help="most sequences in a batch (default: 16)")

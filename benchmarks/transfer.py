@@ -20,11 +20,10 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.table import format_table, machine, write_json
 from benchmarks.transfer_peer import FINGERPRINT, RECEIVER, SENDER, content
@@ -65,7 +64,9 @@ def main(argv: SequenceOf[str]) -> int:
     times: dict[int, dict[str, list[float]]] = {}
     with ExitStack() as stack:
         methods = {
-            method: stack.enter_context(_RECEIVERS[method](method, num_blocks, options.block_bytes))
+            method: stack.enter_context(
+                closing(_RECEIVERS[method](method, num_blocks, options.block_bytes))
+            )
             for method in _METHODS
         }
         for count in counts:
@@ -121,15 +122,8 @@ class _Receiver(ABC):
         self.wire = Connection(ours.detach())
         self._answer()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the sending process."""
         self.wire.close()
         try:
             self._process.wait(10)
@@ -165,7 +159,7 @@ class Memcpy(_Receiver):
         for block_id in range(num_blocks):
             self._sent.block(block_id)[:] = content(block_id, block_bytes).data
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         pass
 
     def transfer(self, source: list[int], target: list[int]) -> float:
@@ -191,9 +185,9 @@ class _RawTcp(_Receiver):
                 view = view[self._socket.recv_into(view) :]
         return time.perf_counter() - start_s
 
-    def __exit__(self, *error: Any) -> None:
+    def close(self) -> None:
         self._socket.close()
-        super().__exit__(*error)
+        super().close()
 
 
 class _Nixl(_Receiver):
@@ -211,8 +205,8 @@ class _Nixl(_Receiver):
                 raise PdmeshError("no notification came")
         return time.perf_counter() - start_s
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def close(self) -> None:
+        super().close()
         self._agent.destroy()
 
 
@@ -243,9 +237,9 @@ class _Pdmesh(_Receiver):
                     raise PdmeshError(f"the transfer failed: {event}")
                 return time.perf_counter() - start_s
 
-    def __exit__(self, *error: Any) -> None:
+    def close(self) -> None:
         self._transport.close()
-        super().__exit__(*error)
+        super().close()
 
     def _send(self, peer_id: str, message: Any) -> bool:
         self.wire.send_bytes(codec.encode(message))

@@ -76,9 +76,8 @@ def failure(request_id: str, transfer_id: str, error: PdmeshError) -> RequestFai
 def token_output(job: Job, token: SampledToken) -> TokenOutput:
     """The message for a token just appended to the job's sequence."""
     sequence = job.sequence
-    cached = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
-    if job.reported_cached:
-        cached = 0
+    found = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
+    cached = 0 if job.reported_cached else found
     job.reported_cached = True
     return TokenOutput(
         request_id=sequence.request_id,

@@ -64,10 +64,11 @@ _KV_ELEMENT_BYTES: dict[KVDtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8"
 
 @dataclass(slots=True, frozen=True)
 class KVCacheSpec:
-    """Geometry of the paged cache, ``[num_blocks, num_layers, 2, Hkv, block_size, row]``.
+    """Geometry of the paged cache, ``[num_blocks, num_layers, 2, Hkv, block_size * row]``.
 
-    Block-major: one block is one contiguous span, which is what a transfer moves. A row is one
-    token's K or V of one head: D elements, plus a float32 scale for int8.
+    Block-major: one block is one contiguous span, which is what a transfer moves. One token's K or
+    V of one head takes the bytes of a row: D elements, plus a float32 scale for int8. How the rows
+    of a block lie within a head is the backend's (``engine.KV_LAYOUT`` names it).
     """
 
     num_blocks: int

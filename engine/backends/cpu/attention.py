@@ -22,7 +22,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from engine.backends.cpu.intrinsics import copy_as_float32, exp_f32
+from engine.backends.cpu.intrinsics import copy_as_float32, exp_f32, inner
 from engine.backends.cpu.microkernel import TILE_ROWS, TILE_VECTORS, fma_rows
 from engine.backends.cpu.vector_ir import LANES
 from engine.batch import BatchInputs
@@ -75,10 +75,7 @@ def plan_tiles(batch: BatchInputs, num_kv_heads: int, num_threads: int) -> Atten
     )
 
 
-_inner = numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False, error_model="numpy")
-
-
-@_inner
+@inner
 def _load_query(qkv: Any, head: Any, group: Any, scale: Any, query: Any) -> None:
     """query[t * group + g] = scale * query head ``head * group + g`` of qkv[t]."""
     dim = query.shape[1]
@@ -90,7 +87,7 @@ def _load_query(qkv: Any, head: Any, group: Any, scale: Any, query: Any) -> None
                 target[d] = source[d] * scale
 
 
-@_inner
+@inner
 def _score_block(query: Any, num_rows: Any, keys: Any, scores: Any, first: Any) -> None:
     """scores[:num_rows, first : first + block_size] = query · keys, keys [D, block_size]."""
     dim, block_size = keys.shape
@@ -102,7 +99,7 @@ def _score_block(query: Any, num_rows: Any, keys: Any, scores: Any, first: Any) 
         )  # fmt: skip
 
 
-@_inner
+@inner
 def _add_values(
     scores: Any, num_rows: Any, values: Any, first: Any, num_keys: Any, acc: Any
 ) -> None:
@@ -126,7 +123,7 @@ def _add_values(
         column += LANES
 
 
-@_inner
+@inner
 def _apply_scales(scores: Any, num_rows: Any, first: Any, scales: Any) -> None:
     """scores[:num_rows, first:] *= scales, one per key of a block."""
     for r in range(num_rows):
@@ -135,7 +132,7 @@ def _apply_scales(scores: Any, num_rows: Any, first: Any, scales: Any) -> None:
             row[k] *= scales[k]
 
 
-@_inner
+@inner
 def _softmax_row(
     scores: Any, low: Any, high: Any, row: Any, maxima: Any, sums: Any, acc: Any
 ) -> None:
@@ -167,7 +164,7 @@ def _softmax_row(
             of_row[d] *= rescale
 
 
-@_inner
+@inner
 def _store_output(acc: Any, sums: Any, head: Any, group: Any, out: Any) -> None:
     """out[t], of query head ``head * group + g`` = acc / sums of row t * group + g."""
     dim = acc.shape[1]

@@ -7,22 +7,15 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.backends.cpu.intrinsics import exp_f32, store_float32
+from engine.backends.cpu.intrinsics import exp_f32, inner, store_float32
 
-_inner = numba.njit(
-    nogil=True,
-    cache=True,
-    fastmath=True,
-    boundscheck=False,
-    error_model="numpy",  # Python's check for division by zero keeps loops from vectorising
-)
 _GELU_LINEAR = np.float32(2 * 0.7978845608028654)
 _GELU_CUBIC = np.float32(2 * 0.7978845608028654 * 0.044715)
 SERIAL_ELEMENTS = 1 << 15
 """Up to this many elements (~10 µs), waking the other threads costs more than the arithmetic."""
 
 
-@_inner
+@inner
 def _norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
     size = x.shape[0]
     total = np.float32(0.0)
@@ -33,7 +26,7 @@ def _norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
         out[i] = x[i] * factor * weight[i]
 
 
-@_inner
+@inner
 def _add_norm_row(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None:
     size = x.shape[0]
     total = np.float32(0.0)
@@ -46,7 +39,7 @@ def _add_norm_row(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> Non
         out[i] = residual[i] * factor * weight[i]
 
 
-@_inner
+@inner
 def _act_mul_row(gate_up: Any, gelu: Any, out: Any) -> None:
     """Both activations are ``x * sigmoid(f(x))``: f is x (SiLU) or GELU's tanh argument doubled."""
     size = out.shape[0]
@@ -60,7 +53,7 @@ def _act_mul_row(gate_up: Any, gelu: Any, out: Any) -> None:
         out[i] = gate / (np.float32(1.0) + exp_f32(-inner)) * ups[i]
 
 
-@_inner
+@inner
 def _rope_row(row: Any, first: Any, last: Any, dim: Any, cos: Any, sin: Any) -> None:
     half = dim // 2
     for head in range(first, last):
@@ -72,14 +65,14 @@ def _rope_row(row: Any, first: Any, last: Any, dim: Any, cos: Any, sin: Any) -> 
             row[base + half + i] = high * cos[i] + low * sin[i]
 
 
-@_inner
+@inner
 def _norm_heads(row: Any, first: Any, last: Any, dim: Any, weight: Any, eps: Any) -> None:
     for head in range(first, last):
         x = row[head * dim : (head + 1) * dim]
         _norm_row(x, weight, eps, x)
 
 
-@_inner
+@inner
 def _store_row(x: Any, stored: Any, scales: Any, index: Any) -> None:
     """Write one K or V row in the cache's format; int8 rows get a scale of their own."""
     dim = stored.shape[0]
@@ -96,7 +89,7 @@ def _store_row(x: Any, stored: Any, scales: Any, index: Any) -> None:
             store_float32(stored, d, x[d])
 
 
-@_inner
+@inner
 def _rope_write_row(
     row: Any, position: Any, slot: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, eps: Any,
     keys: Any, values: Any, scales: Any, layer: Any, num_heads: Any,

@@ -13,6 +13,15 @@ from numba.extending import intrinsic
 
 from engine.backends.cpu.vector_ir import F32, I64, LANES, V16F16, V16F32, V16I32, load
 
+inner = numba.njit(
+    nogil=True,
+    cache=True,
+    fastmath=True,
+    boundscheck=False,
+    error_model="numpy",  # Python's check for division by zero keeps loops from vectorising
+)
+"""Decorates the parts that kernels inline."""
+
 
 @intrinsic
 def int32_as_float32(typingctx: Any, value: Any) -> Any:

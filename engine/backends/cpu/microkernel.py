@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.backends.cpu.intrinsics import widen
-from engine.backends.cpu.vector_ir import F32, I64, LANES, V16F32, fma, load, splat
+from engine.backends.cpu.vector_ir import F32, I64, LANES, V16F32, accumulate, fma, load, splat
 
 TILE_ROWS = 6
 """Most rows of C per call: 6 x 16 floats are 12 of AVX2's 16 registers."""
@@ -29,31 +29,31 @@ TILE_VECTORS = 4 if llvm.get_host_cpu_features().get("avx512f") else 1
 
 @intrinsic(prefer_literal=True)
 def fma_rows(
-    typingctx: Any, vectors: Any, accumulate: Any, rows: Any, source: Any, a: Any, a_stride: Any,
+    typingctx: Any, vectors: Any, adds: Any, rows: Any, source: Any, a: Any, a_stride: Any,
     b: Any, b_stride: Any, c: Any, c_stride: Any, k: Any,
 ) -> Any:  # fmt: skip
-    """C[rows, 16 * vectors] = A[rows, k] · B[k, 16 * vectors], added to C if ``accumulate``.
+    """C[rows, 16 * vectors] = A[rows, k] · B[k, 16 * vectors], added to C if ``adds``.
 
-    ``vectors`` and ``accumulate`` are compile-time constants; ``source`` is any array of B's format
+    ``vectors`` and ``adds`` are compile-time constants; ``source`` is any array of B's format
     (see ``intrinsics.widen``), A and C are float32. ``a``, ``b``, ``c`` are int64 addresses;
     strides are row strides in elements; ``rows`` and ``k`` ≥ 1.
     """
     if not isinstance(vectors, types.IntegerLiteral):
         return None
-    if not isinstance(accumulate, types.IntegerLiteral):
+    if not isinstance(adds, types.IntegerLiteral):
         return None
-    num_vectors, adds = vectors.literal_value, accumulate.literal_value
+    num_vectors, to_c = vectors.literal_value, adds.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         num_rows, _, a, a_stride, b, b_stride, c, c_stride, k = args[2:]
+        four = ir.Constant(I64, 4)
+        a_step, c_step = builder.mul(a_stride, four), builder.mul(c_stride, four)
 
         def tile(first_row: Any, count: int) -> None:
-            four = ir.Constant(I64, 4)
-            a_step, c_step = builder.mul(a_stride, four), builder.mul(c_stride, four)
             a_at = builder.add(a, builder.mul(first_row, a_step))
             c_at = builder.add(c, builder.mul(first_row, c_step))
             _emit(
-                builder, count, num_vectors, adds, source.dtype,
+                builder, count, num_vectors, to_c, source.dtype,
                 (a_at, a_step, b, b_stride, c_at, c_step, k),
             )  # fmt: skip
 
@@ -68,10 +68,10 @@ def fma_rows(
                 tile(done, count)
         return context.get_dummy_value()
 
-    return types.void(vectors, accumulate, types.intp, source, *[types.int64] * 7), codegen
+    return types.void(vectors, adds, types.intp, source, *[types.int64] * 7), codegen
 
 
-def _emit(builder: Any, rows: int, vectors: int, accumulate: int, stored: Any, args: Any) -> None:
+def _emit(builder: Any, rows: int, vectors: int, adds: int, stored: Any, args: Any) -> None:
     """One tile; strides of A and C are in bytes."""
     a, a_step, b, b_stride, c, c_step, k = args
     item_bytes = ir.Constant(I64, stored.bitwidth // 8)
@@ -84,38 +84,24 @@ def _emit(builder: Any, rows: int, vectors: int, accumulate: int, stored: Any, a
         for vector in range(vectors)
     ]
     zero = ir.Constant(V16F32, [0.0] * LANES)
-    initial = [load(builder, at, V16F32, 4) if accumulate else zero for at in c_at]
-    before = builder.basic_block
-    loop = builder.append_basic_block("fma.loop")
-    after = builder.append_basic_block("fma.after")
-    builder.branch(loop)
+    initial = [load(builder, at, V16F32, 4) if adds else zero for at in c_at]
 
-    builder.position_at_end(loop)
-    index = builder.phi(I64)
-    index.add_incoming(ir.Constant(I64, 0), before)
-    totals = []
-    for value in initial:
-        phi = builder.phi(V16F32)
-        phi.add_incoming(value, before)
-        totals.append(phi)
-    b_row = builder.add(b, builder.mul(builder.mul(index, b_stride), item_bytes))
-    b_vectors = []
-    for vector in range(vectors):
-        at = builder.add(b_row, ir.Constant(I64, LANES * vector * stored.bitwidth // 8))
-        b_vectors.append(widen(builder, at, stored))
-    a_offset = builder.mul(index, ir.Constant(I64, 4))
-    results = []
-    for row in range(rows):
-        scalar = splat(builder, load(builder, builder.add(a_rows[row], a_offset), F32, 4), V16F32)
+    def step(index: Any, totals: list[Any]) -> list[Any]:
+        b_row = builder.add(b, builder.mul(builder.mul(index, b_stride), item_bytes))
+        b_vectors = []
         for vector in range(vectors):
-            total = totals[row * vectors + vector]
-            results.append(fma(builder, scalar, b_vectors[vector], total))
-    following = builder.add(index, ir.Constant(I64, 1))
-    index.add_incoming(following, loop)
-    for phi, value in zip(totals, results, strict=True):
-        phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, k), loop, after)
+            at = builder.add(b_row, ir.Constant(I64, LANES * vector * stored.bitwidth // 8))
+            b_vectors.append(widen(builder, at, stored))
+        a_offset = builder.mul(index, ir.Constant(I64, 4))
+        results = []
+        for row in range(rows):
+            at = builder.add(a_rows[row], a_offset)
+            scalar = splat(builder, load(builder, at, F32, 4), V16F32)
+            for vector in range(vectors):
+                total = totals[row * vectors + vector]
+                results.append(fma(builder, scalar, b_vectors[vector], total))
+        return results
 
-    builder.position_at_end(after)
+    results = accumulate(builder, "fma", k, initial, step)
     for value, at in zip(results, c_at, strict=True):
         builder.store(value, builder.inttoptr(at, V16F32.as_pointer()), align=4)

@@ -35,6 +35,7 @@ from engine.backends.cpu.vector_ir import (
     V16F16,
     V16F32,
     V16I32,
+    accumulate,
     fma,
     load,
     splat,
@@ -128,46 +129,31 @@ def _emit_tile(builder: Any, rows: int, bits: int, args: Any) -> None:
     s_rows = [builder.mul(row, s_stride) for row in numbers]
     zero_f = ir.Constant(V16F32, [0.0] * COLUMNS)
     zero_i = ir.Constant(V16I32, [0] * COLUMNS)
-    before = builder.basic_block
-    loop = builder.append_basic_block("tile.loop")
-    after = builder.append_basic_block("tile.after")
-    builder.branch(loop)
 
-    builder.position_at_end(loop)
-    group = builder.phi(I64)
-    group.add_incoming(ir.Constant(I64, 0), before)
-    totals = []
-    for _ in range(rows):
-        phi = builder.phi(V16F32)
-        phi.add_incoming(zero_f, before)
-        totals.append(phi)
-    chunk = builder.add(w, builder.mul(group, ir.Constant(I64, chunk_bytes(bits))))
-    a_offset = builder.mul(group, ir.Constant(I64, GROUP))
-    s_offset = builder.mul(group, ir.Constant(I64, 4))
-    sums = [zero_i] * rows
-    for step, codes in enumerate(_code_vectors(builder, chunk, bits)):
-        at = builder.add(a_offset, ir.Constant(I64, 4 * step))
+    def step(group: Any, totals: list[Any]) -> list[Any]:
+        chunk = builder.add(w, builder.mul(group, ir.Constant(I64, chunk_bytes(bits))))
+        a_offset = builder.mul(group, ir.Constant(I64, GROUP))
+        s_offset = builder.mul(group, ir.Constant(I64, 4))
+        sums = [zero_i] * rows
+        for number, codes in enumerate(_code_vectors(builder, chunk, bits)):
+            at = builder.add(a_offset, ir.Constant(I64, 4 * number))
+            for row in range(rows):
+                activations = load(builder, builder.add(a_rows[row], at), I32, 4)
+                sums[row] = _dot4(builder, sums[row], codes, activations)
+        scale = builder.fpext(load(builder, chunk, V16F16, 1), V16F32)
+        minimum_at = builder.add(chunk, ir.Constant(I64, 2 * COLUMNS))
+        minimum = builder.fpext(load(builder, minimum_at, V16F16, 1), V16F32)
+        results = []
         for row in range(rows):
-            activations = load(builder, builder.add(a_rows[row], at), I32, 4)
-            sums[row] = _dot4(builder, sums[row], codes, activations)
-    scale = builder.fpext(load(builder, chunk, V16F16, 1), V16F32)
-    minimum_at = builder.add(chunk, ir.Constant(I64, 2 * COLUMNS))
-    minimum = builder.fpext(load(builder, minimum_at, V16F16, 1), V16F32)
-    results = []
-    for row in range(rows):
-        at = builder.add(s_rows[row], s_offset)
-        row_scale = splat(builder, load(builder, builder.add(sa, at), F32, 4), V16F32)
-        row_sum = splat(builder, load(builder, builder.add(sum_a, at), F32, 4), V16F32)
-        dot = builder.sitofp(sums[row], V16F32)
-        partial = fma(builder, row_sum, minimum, totals[row])
-        results.append(fma(builder, dot, builder.fmul(row_scale, scale), partial))
-    following = builder.add(group, ir.Constant(I64, 1))
-    group.add_incoming(following, loop)
-    for phi, value in zip(totals, results, strict=True):
-        phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, groups), loop, after)
+            at = builder.add(s_rows[row], s_offset)
+            row_scale = splat(builder, load(builder, builder.add(sa, at), F32, 4), V16F32)
+            row_sum = splat(builder, load(builder, builder.add(sum_a, at), F32, 4), V16F32)
+            dot = builder.sitofp(sums[row], V16F32)
+            partial = fma(builder, row_sum, minimum, totals[row])
+            results.append(fma(builder, dot, builder.fmul(row_scale, scale), partial))
+        return results
 
-    builder.position_at_end(after)
+    results = accumulate(builder, "tile", groups, [zero_f] * rows, step)
     for row, value in zip(numbers, results, strict=True):
         address = builder.add(c, builder.mul(row, c_stride))
         builder.store(value, builder.inttoptr(address, V16F32.as_pointer()), align=4)

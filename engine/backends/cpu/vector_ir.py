@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -35,3 +36,35 @@ def fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
     kind = ir.FunctionType(V16F32, (V16F32,) * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
     return builder.call(function, (left, right, total))
+
+
+def accumulate(
+    builder: Any, name: str, count: Any, initial: Sequence[Any],
+    step: Callable[[Any, list[Any]], Sequence[Any]],
+) -> Sequence[Any]:  # fmt: skip
+    """A loop of ``count`` ≥ 1 turns (int64) that keeps its totals in registers.
+
+    ``step(index, totals)`` emits one turn and returns the new totals; the last ones are returned.
+    """
+    before = builder.basic_block
+    loop = builder.append_basic_block(f"{name}.loop")
+    after = builder.append_basic_block(f"{name}.after")
+    builder.branch(loop)
+
+    builder.position_at_end(loop)
+    index = builder.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), before)
+    totals = []
+    for value in initial:
+        phi = builder.phi(value.type)
+        phi.add_incoming(value, before)
+        totals.append(phi)
+    results = step(index, totals)
+    following = builder.add(index, ir.Constant(I64, 1))
+    index.add_incoming(following, loop)
+    for phi, value in zip(totals, results, strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+
+    builder.position_at_end(after)
+    return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_every_method_moves_every_block(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_changed_byte_is_noticed() -> None:
-    with transfer.Memcpy("memcpy", 4, 1000) as receiver:
+    with closing(transfer.Memcpy("memcpy", 4, 1000)) as receiver:
         receiver.transfer([1, 3], [0, 2])
         receiver.check([1, 3], [0, 2])
         receiver.memory.block(2)[999] ^= 1
