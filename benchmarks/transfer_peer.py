@@ -23,7 +23,7 @@ from mesh import codec
 from mesh.errors import PdmeshError
 
 SENDER, RECEIVER, FINGERPRINT = "p", "d", "bench"
-_COMMAND = b"{"
+COMMAND = b"{"
 """A command is JSON and begins so; a message is a MessagePack array."""
 
 
@@ -100,7 +100,7 @@ def _pdmesh(wire: Connection, memory: BlockMemory, method: str) -> None:
         while True:
             if wire.poll(0 if sender.num_open else None):
                 data = wire.recv_bytes()
-                if data.startswith(_COMMAND):
+                if data.startswith(COMMAND):
                     command = json.loads(data)
                     transfer_id = command["transfer_id"]
                     sender.expect(transfer_id, RECEIVER, 60.0)

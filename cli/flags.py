@@ -18,6 +18,7 @@ import msgspec
 
 from mesh.config import (
     KV_DTYPES,
+    KV_WIRES,
     LOG_LEVELS,
     TRANSPORTS,
     WEIGHTS,
@@ -73,7 +74,26 @@ _ENGINE_FLAGS = (
     _Flag("max_num_seqs", int, "SEQUENCES", "most sequences in one step"),
     _Flag("max_batched_tokens", int, "TOKENS", "most tokens computed in one step"),
     _Flag("max_model_len", int, "TOKENS", "longest sequence; 0: the model's limit"),
-    _Flag("transport", str, "NAME", "data plane of KV blocks", TRANSPORTS[:2]),
+    _Flag(
+        "transport",
+        str,
+        "NAME",
+        "data plane of KV blocks; auto: the best that a pair has",
+        TRANSPORTS[:-1],
+    ),
+    _Flag(
+        "kv_layer_groups",
+        int,
+        "GROUPS",
+        "groups of layers in which KV leaves a prefill worker; they divide the model's layers",
+    ),
+    _Flag(
+        "kv_wire",
+        str,
+        "KIND",
+        "int8: compress KV between hosts, for slow links (default: as it is)",
+        KV_WIRES,
+    ),
     _Flag("threads", int, "THREADS", "compute threads of one worker; 0: all cores, shared"),
     _Flag("lease_s", float, "SECONDS", "how long a transfer lives without a sign of life"),
 )

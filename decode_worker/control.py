@@ -21,14 +21,15 @@ from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tok
 from engine.worker_host import WorkerHost
 from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
+from kvtransfer.data_plane import open_data_plane
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
-from kvtransfer.factory import make_transport
-from kvtransfer.pool import BlockMemory
 from kvtransfer.receiver import TransferReceiver
 from mesh.config import WorkerConfig
+from mesh.errors import IncompatiblePeer, PdmeshError, TransferFailed
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
+    DataPlaneOffer,
     DecodeRequest,
     LoadSnapshot,
     StepOutput,
@@ -47,24 +48,22 @@ class DecodeControl:
 
     def __init__(self, config: WorkerConfig, engine: Engine) -> None:
         epoch = process_epoch()
-        self._memory = BlockMemory(
-            engine.kv_cache.numpy(),
-            num_blocks=engine.kv_spec.num_blocks,
-            block_bytes=engine.kv_spec.block_bytes,
+        memory = engine.kv_memory
+        data_plane = open_data_plane(
+            config, engine.kv_spec, memory.raw.numpy(), memory.mapping, epoch
         )
-        self._transport = make_transport(
-            config.transport, self._memory, config.worker_id, epoch,
-            host=config.host, advertise_host=config.advertise_host,
-        )  # fmt: skip
+        self._transport = data_plane.transport
         self._host = WorkerHost(
-            config, engine, epoch=epoch, load=self._load,
+            config, engine, epoch=epoch, offer=data_plane.offer, load=self._load,
             on_message=self._on_message, on_peer_down=self._on_gateway_down,
         )  # fmt: skip
         self._links = PrefillLinks(
             worker_id=config.worker_id,
             epoch=epoch,
             fingerprint=engine.fingerprint,
+            offer=data_plane.offer,
             on_message=self._on_prefill_message,
+            on_up=self._on_prefill_up,
             on_down=self._on_prefill_down,
         )
         self._receiver = TransferReceiver(
@@ -73,6 +72,8 @@ class DecodeControl:
             fingerprint=engine.fingerprint,
             transport=self._transport,
             send=self._links.send,
+            layout=data_plane.layout,
+            encoding=config.kv_wire,
             lease_s=config.lease_s,
         )
         self._loop = DecodeLoop(engine)
@@ -108,8 +109,15 @@ class DecodeControl:
             self._receiver.on_message(worker_id, message)
             self._runtime.poll_soon()
 
-    def _on_prefill_down(self, worker_id: str) -> None:
-        self._receiver.on_peer_down(worker_id)
+    def _on_prefill_up(self, worker_id: str, offer: DataPlaneOffer) -> None:
+        self._receiver.on_peer_up(worker_id, offer.transports, offer.host_id)
+        self._runtime.poll_soon()
+
+    def _on_prefill_down(self, worker_id: str, error: PdmeshError) -> None:
+        if isinstance(error, IncompatiblePeer):
+            self._receiver.on_peer_down(worker_id, IncompatiblePeer.code, str(error))
+        else:
+            self._receiver.on_peer_down(worker_id)
         self._runtime.poll_soon()
 
     def _on_events(self, events: list[Event]) -> None:
@@ -133,11 +141,16 @@ class DecodeControl:
                 case Committed():
                     self._runtime.post(KVCommitted(event.done))
                 case ReceiveFailed():
-                    reason = f"{event.code}: {event.message}"
-                    self._runtime.post(KVFailed(event.transfer_id, reason))
+                    self._runtime.post(KVFailed(event.transfer_id, _error(event)))
                 case BlocksReleased():
                     self._runtime.post(BlocksFreed(event.transfer_id))
         return self._receiver.num_open > 0
 
     def _load(self) -> LoadSnapshot:
         return with_transfers(self._loop.snapshot, self._receiver.num_open, self._runtime.draining)
+
+
+def _error(event: ReceiveFailed) -> PdmeshError:
+    if event.code == IncompatiblePeer.code:
+        return IncompatiblePeer(event.message)
+    return TransferFailed(f"KV transfer failed: {event.code}: {event.message}")

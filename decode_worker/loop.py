@@ -22,7 +22,7 @@ from engine.job import Job, check_fits, failure, make_sequence, token_output
 from engine.sequence import Sequence, SequenceState
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from engine.worker_snapshot import take_snapshot
-from mesh.errors import DeadlineExceeded, PdmeshError, TransferFailed
+from mesh.errors import DeadlineExceeded, PdmeshError
 from mesh.messages import (
     DecodeRequest,
     LoadSnapshot,
@@ -52,7 +52,7 @@ class KVFailed:
     """Command: the transfer failed; BlocksFreed follows when the blocks are safe."""
 
     transfer_id: str
-    reason: str
+    error: PdmeshError
 
 
 @dataclass(slots=True, frozen=True)
@@ -214,7 +214,7 @@ class DecodeLoop:
         if job is None:
             return
         self._drop(job)
-        self._fail(job, TransferFailed(f"KV transfer failed: {command.reason}"))
+        self._fail(job, command.error)
 
     def _release_quarantine(self, transfer_id: str) -> None:
         blocks = self._quarantine.pop(transfer_id, None)

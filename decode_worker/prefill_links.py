@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mesh.errors import PdmeshError
 from mesh.links import WorkerLink
-from mesh.messages import AnyMessage, PeerRef, TransferMessage
+from mesh.messages import AnyMessage, DataPlaneOffer, PeerRef, TransferMessage
 
 _MAX_UNSENT = 1024
 """Messages kept while a link is being dialed; more are refused."""
@@ -34,13 +34,17 @@ class PrefillLinks:
         worker_id: str,
         epoch: int,
         fingerprint: str,
+        offer: DataPlaneOffer,
         on_message: Callable[[str, AnyMessage], None],
-        on_down: Callable[[str], None],
+        on_up: Callable[[str, DataPlaneOffer], None],
+        on_down: Callable[[str, PdmeshError], None],
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
         self._fingerprint = fingerprint
+        self._offer = offer
         self._on_message = on_message
+        self._on_up = on_up
         self._on_down = on_down
         self._links: dict[str, _Dialed] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -58,6 +62,7 @@ class PrefillLinks:
             epoch=self._epoch,
             remote=remote,
             fingerprint=self._fingerprint,
+            offer=self._offer,
             on_message=lambda message: self._on_message(worker_id, message),
             on_down=lambda error: self._went_down(remote, error),
         )
@@ -92,6 +97,8 @@ class PrefillLinks:
         unsent, dialed.unsent = dialed.unsent, []
         for message in unsent:
             dialed.link.send(message)
+        if dialed.link.remote_offer is not None:
+            self._on_up(dialed.remote.worker_id, dialed.link.remote_offer)
 
     def _went_down(self, remote: PeerRef, error: PdmeshError) -> None:
         dialed = self._links.get(remote.worker_id)
@@ -101,7 +108,7 @@ class PrefillLinks:
             "lost prefill worker=%s code=%s reason=%s", remote.worker_id, error.code, error
         )
         self._drop(remote.worker_id)
-        self._on_down(remote.worker_id)
+        self._on_down(remote.worker_id, error)
 
     def _drop(self, worker_id: str) -> None:
         dialed = self._links.pop(worker_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from engine.block_pool import BlockPool
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.sampler import SampledToken, sample
-from engine.scheduler import Scheduler
+from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Sequence
 from engine.weights import open_model
 from mesh.config import WorkerConfig
@@ -53,6 +54,10 @@ class StepOutcome:
     """A computed sequence to give up, see ``StepPlan``."""
 
 
+OnLayerGroup = Callable[[list[ScheduledChunk], int], None]
+"""Called with a step's chunks and the index of a group of layers whose KV of them is written."""
+
+
 class Engine:
     """Owns the model, the KV cache and every live sequence of this worker."""
 
@@ -70,7 +75,8 @@ class Engine:
             weights_hash = source.content_hash()
         self.kv_spec = _kv_spec(config, self.model_config)
         self._backend = backend
-        self.kv_cache = backend.allocate_kv_cache(self.kv_spec)
+        num_blocks = self.kv_spec.num_blocks + config.num_staging_blocks
+        self.kv_memory = backend.allocate_kv_cache(replace(self.kv_spec, num_blocks=num_blocks))
         self.scheduler = Scheduler(
             BlockPool(self.kv_spec.num_blocks),
             block_size=config.block_size,
@@ -78,21 +84,32 @@ class Engine:
             max_batched_tokens=config.max_batched_tokens,
         )
         self.fingerprint = _fingerprint(self.model_config, weights_hash, self.kv_spec)
+        self._num_layer_groups = config.kv_layer_groups
+        if self.model_config.num_layers % config.kv_layer_groups:
+            raise ConfigError(
+                f"kv_layer_groups: {config.kv_layer_groups} does not divide the model's "
+                f"{self.model_config.num_layers} layers"
+            )
         self.step_time_s = 0.0
         self.tokens_per_s = 0.0
         self.max_sequence_tokens = min(max_model_len, self.scheduler.max_tokens_per_sequence())
         """Prompt plus output tokens that a single request can ever hold here."""
 
     @torch.inference_mode()
-    def step(self) -> StepOutcome:
-        """Schedule, compute, sample. Cheap when there is nothing to do."""
+    def step(self, on_group: OnLayerGroup | None = None) -> StepOutcome:
+        """Schedule, compute, sample. Cheap when there is nothing to do.
+
+        ``on_group`` is called during the forward, each time that a group of layers has written the
+        step's KV.
+        """
         plan = self.scheduler.schedule()
         results: list[StepResult] = []
         if plan.chunks:
             start_s = time.monotonic()
             batch = build_batch(plan.chunks, self.scheduler.block_size)
             sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-            logits = self.model.forward(batch)
+            on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
+            logits = self.model.forward(batch, on_kv_written)
             tokens = sample(logits, sampled) if sampled else []
             self.scheduler.step_done(plan)
             for sequence, token in zip(sampled, tokens, strict=True):
@@ -106,6 +123,18 @@ class Engine:
             expired=plan.expired,
             displaced=plan.displaced,
         )
+
+    def _by_group(
+        self, chunks: list[ScheduledChunk], on_group: OnLayerGroup
+    ) -> Callable[[int], None]:
+        group_size = self.model_config.num_layers // self._num_layer_groups
+
+        def on_kv_written(layer: int) -> None:
+            group, is_last = divmod(layer + 1, group_size)
+            if is_last == 0:
+                on_group(chunks, group - 1)
+
+        return on_kv_written
 
     def rest(self) -> None:
         """Tell the device that no step follows at once."""

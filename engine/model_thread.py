@@ -70,6 +70,11 @@ class ModelThread(Generic[Command, Event]):
         self._inbox.append(command)
         self._wake.set()
 
+    def emit(self, events: list[Event]) -> None:
+        """Hand events over during a step; called on the model thread."""
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(self._on_events, events)
+
     async def close(self) -> None:
         """Stop after the current step and wait for it."""
         self._stop = True
@@ -90,7 +95,7 @@ class ModelThread(Generic[Command, Event]):
                     self._loop.handle(self._inbox.popleft())
                 events, worked = self._loop.step()
                 if events:
-                    self._event_loop.call_soon_threadsafe(self._on_events, events)
+                    self.emit(events)
                 if not worked and not self._inbox:
                     self._loop.rest()
                     self._wake.wait(_IDLE_WAIT_S)

@@ -240,6 +240,8 @@ class Scheduler:
         may_hold = self._blocks_left_without_receiver()
         blocked: list[Sequence] = []
         for sequence in list(self._waiting):
+            if sequence.is_held_back:
+                continue
             remote = sequence in self._waiting_remote
             limit = 0 if remote else self._chunk_limit(sequence, budget)
             if not remote and limit == 0:

@@ -14,7 +14,14 @@ from engine.engine import Engine
 from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.links import WorkerServer
-from mesh.messages import AnyMessage, LoadSnapshot, StatusReply, StatusRequest, WorkerInfo
+from mesh.messages import (
+    AnyMessage,
+    DataPlaneOffer,
+    LoadSnapshot,
+    StatusReply,
+    StatusRequest,
+    WorkerInfo,
+)
 from mesh.model_files import resolve_model
 from mesh.registry import Registration
 from mesh.service import HttpServer, metrics_handler, serve_http
@@ -31,6 +38,7 @@ class WorkerHost:
         engine: Engine,
         *,
         epoch: int,
+        offer: DataPlaneOffer,
         load: Callable[[], LoadSnapshot],
         on_message: Callable[[str, AnyMessage], None],
         on_peer_down: Callable[[str], None],
@@ -41,6 +49,7 @@ class WorkerHost:
             config: this worker's configuration.
             engine: for capacities and the fingerprint.
             epoch: this start of the worker.
+            offer: its data plane, told to decode workers.
             load: the current load; called in the event loop, must not block.
             on_message: (peer id, message) for all but status requests.
             on_peer_down: a gateway or decode worker vanished.
@@ -55,6 +64,7 @@ class WorkerHost:
             worker_id=config.worker_id,
             epoch=epoch,
             fingerprint=engine.fingerprint,
+            offer=offer,
             on_message=self._dispatch,
             on_peer_down=on_peer_down,
         )

@@ -49,6 +49,8 @@ class WorkerRuntime(Generic[Command, Event]):
         )
         self.post = self._thread.post
         """Queue a command for the hot loop; from any thread."""
+        self.emit = self._thread.emit
+        """Deliver events in the middle of a step; from the hot loop."""
         self.draining = False
 
     def poll_soon(self) -> None:

@@ -20,7 +20,14 @@ from typing import Protocol
 
 from gateway.cluster import Cluster, Worker
 from gateway.errors import error_from_code
-from mesh.errors import MessageTooLarge, PdmeshError, ProtocolError, TransferFailed, WorkerLost
+from mesh.errors import (
+    IncompatiblePeer,
+    MessageTooLarge,
+    PdmeshError,
+    ProtocolError,
+    TransferFailed,
+    WorkerLost,
+)
 from mesh.messages import (
     AbortRequest,
     DecodeRequest,
@@ -180,6 +187,8 @@ class Attempt:
         if self._is_prefill(worker_id) and self._prefill_is_done():
             return
         error = error_from_code(failed.code, failed.message)
+        if isinstance(error, IncompatiblePeer) and self._prefill is not None:
+            self._cluster.note_incompatible(self._prefill, self._decode, failed.message)
         self._fail(error, worker_id, retryable=failed.retryable)
 
     def on_lost(self, worker_id: str, error: PdmeshError) -> None:

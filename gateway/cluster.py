@@ -136,6 +136,8 @@ class Cluster:
         self._model = model
         self._source: WorkerSource | None = None
         self._workers: dict[tuple[str, int], Worker] = {}
+        self._incompatible: set[router.Pair] = set()
+        """Pairs that refused each other, until one of them goes."""
         self._closing: set[asyncio.Task[None]] = set()
         self._status_seq = 0
         self._status: dict[tuple[str, int], asyncio.Future[StatusReply]] = {}
@@ -155,7 +157,7 @@ class Cluster:
     @property
     def is_ready(self) -> bool:
         """Whether a request could be served now."""
-        return router.has_pair(self._candidates())
+        return router.has_pair(self._candidates(), self._incompatible)
 
     @property
     def workers(self) -> list[Worker]:
@@ -188,9 +190,15 @@ class Cluster:
         Raises:
             Unavailable, ContextTooLong, Overloaded: as ``router.choose``.
         """
-        pair = router.choose(self._candidates(), need, avoid)
+        pair = router.choose(self._candidates(), need, avoid, self._incompatible)
         up = {worker.info.worker_id: worker for worker in self._routable()}
         return up[pair.prefill_id], up[pair.decode_id]
+
+    def note_incompatible(self, prefill: Worker, decode: Worker, reason: str) -> None:
+        """These two can't exchange KV: do not pair them again while both live."""
+        pair = router.Pair(prefill.info.worker_id, decode.info.worker_id)
+        _logger.error("prefill=%s decode=%s can't be paired: %s", *pair, reason)
+        self._incompatible.add(pair)
 
     def attach(self, worker: Worker, transfer_id: str, leg: Leg, num_tokens: int) -> None:
         """Deliver to ``leg`` what ``worker`` says about this transfer, and count its load."""
@@ -251,6 +259,7 @@ class Cluster:
         if self._workers.get(key) is not worker:
             return
         del self._workers[key]
+        self._incompatible = {p for p in self._incompatible if worker.info.worker_id not in p}
         if worker.task is not None:
             worker.task.cancel()
             self._closing.add(worker.task)

@@ -19,6 +19,9 @@ from mesh.messages import LoadSnapshot, WorkerInfo
 MAX_WAITING_PER_SEQ = 8
 """A decode worker whose queue is this many times its batch takes no more."""
 
+_ANY_TRANSPORT = "auto"
+"""Such a worker agrees with its partner on a data plane when they meet."""
+
 _DEFAULT_PREFILL_TOKENS_PER_S = 200.0
 _WAITING_WEIGHT = 2.0
 """A queued sequence waits for a whole place in the batch, a running one only shares the step."""
@@ -67,13 +70,19 @@ class Pair(NamedTuple):
     decode_id: str
 
 
-def choose(candidates: Sequence[Candidate], need: Need, avoid: Collection[str] = ()) -> Pair:
-    """Choose a pair with equal KV fingerprint and data plane.
+def choose(
+    candidates: Sequence[Candidate],
+    need: Need,
+    avoid: Collection[str] = (),
+    incompatible: Collection[Pair] = (),
+) -> Pair:
+    """Choose a pair with equal KV fingerprint and a data plane that both have.
 
     Args:
         candidates: All workers that serve the model, of both roles.
         need: The request's size.
         avoid: Workers that failed this request; taken only where nothing else is left.
+        incompatible: Pairs that refused each other.
 
     Raises:
         Unavailable: no pair fits together.
@@ -82,12 +91,12 @@ def choose(candidates: Sequence[Candidate], need: Need, avoid: Collection[str] =
     """
     serving = [c for c in candidates if c.load is None or not c.load.draining]
     prefills = [c for c in serving if c.info.role == "prefill"]
-    decodes = _partners([c for c in serving if c.info.role == "decode"], prefills)
+    decodes = _partners([c for c in serving if c.info.role == "decode"], prefills, incompatible)
     if not decodes:
         raise Unavailable("no matching pair of a prefill and a decode worker is up")
     prefills = [c for c in prefills if need.num_prompt_tokens <= max_tokens(c.info)]
     fitting = [c for c in decodes if need.num_total_tokens <= max_tokens(c.info)]
-    fitting = _partners(fitting, prefills)
+    fitting = _partners(fitting, prefills, incompatible)
     if not fitting:
         longest = max(max_tokens(c.info) for c in decodes)
         raise ContextTooLong(
@@ -98,26 +107,50 @@ def choose(candidates: Sequence[Candidate], need: Need, avoid: Collection[str] =
     if not open_:
         raise Overloaded("every decode worker's queue is full")
     decode = min(open_, key=lambda c: (c.info.worker_id in avoid, _decode_cost(c, need)))
-    partners = _partners(prefills, [decode])
+    partners = _partners(prefills, [decode], incompatible)
     prefill = min(partners, key=lambda c: (c.info.worker_id in avoid, _prefill_cost(c, need)))
     return Pair(prefill.info.worker_id, decode.info.worker_id)
 
 
-def has_pair(candidates: Sequence[Candidate]) -> bool:
+def has_pair(candidates: Sequence[Candidate], incompatible: Collection[Pair] = ()) -> bool:
     """Whether any request could be served now."""
     serving = [c for c in candidates if c.load is None or not c.load.draining]
     prefills = [c for c in serving if c.info.role == "prefill"]
-    return bool(_partners(prefills, [c for c in serving if c.info.role == "decode"]))
+    decodes = [c for c in serving if c.info.role == "decode"]
+    return bool(_partners(prefills, decodes, incompatible))
 
 
-def _partners(candidates: Sequence[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
+def _partners(
+    candidates: Sequence[Candidate],
+    others: Sequence[Candidate],
+    incompatible: Collection[Pair] = (),
+) -> list[Candidate]:
     """Those that can hand KV to, or take it from, one of ``others``."""
-    kinds = {_kind(other) for other in others}
-    return [candidate for candidate in candidates if _kind(candidate) in kinds]
+    if incompatible:  # rare: two workers that register alike and yet refuse each other
+        return [
+            candidate
+            for candidate in candidates
+            if any(
+                _pair_of(candidate, other) not in incompatible and _partners([candidate], [other])
+                for other in others
+            )
+        ]
+    kinds: dict[str, set[str]] = {}
+    for other in others:
+        kinds.setdefault(other.info.fingerprint, set()).add(other.info.transport)
+    return [c for c in candidates if _shares_one(c.info.transport, kinds.get(c.info.fingerprint))]
 
 
-def _kind(candidate: Candidate) -> tuple[str, str]:
-    return candidate.info.fingerprint, candidate.info.transport
+def _shares_one(transport: str, others: set[str] | None) -> bool:
+    """Whether a worker of this data plane and one of the others can have one in common."""
+    return others is not None and (
+        transport in others or _ANY_TRANSPORT in others or transport == _ANY_TRANSPORT
+    )
+
+
+def _pair_of(one: Candidate, other: Candidate) -> Pair:
+    prefill, decode = (one, other) if one.info.role == "prefill" else (other, one)
+    return Pair(prefill.info.worker_id, decode.info.worker_id)
 
 
 def max_tokens(info: WorkerInfo) -> int:

@@ -50,25 +50,37 @@ def pack_address(transport: str, memory: BlockMemory, base: int, endpoint: bytes
     return data
 
 
-def unpack_address(data: bytes, *, transport: str, block_bytes: int) -> PoolAddress:
-    """Decode a peer's address and check it against what this side can write.
+def transport_of(data: bytes) -> str:
+    """Which transport a peer's address is of.
 
     Raises:
-        BadAddress: too large, malformed, of another version or transport, or of other blocks.
+        BadAddress: too large or malformed.
     """
-    if len(data) > MAX_ADDRESS_BYTES:
-        raise BadAddress(f"an address of {len(data)} bytes is over the cap")
-    try:
-        address = _decoder.decode(data)
-    except msgspec.DecodeError as error:
-        raise BadAddress(f"not an address: {error}") from error
+    return _decode(data).transport
+
+
+def unpack_address(data: bytes, *, transport: str) -> PoolAddress:
+    """Decode a peer's address.
+
+    Raises:
+        BadAddress: too large, malformed, of another version or transport.
+    """
+    address = _decode(data)
     if address.version != ADDRESS_VERSION:
         raise BadAddress(f"address version {address.version}, this process has {ADDRESS_VERSION}")
     if address.transport != transport:
         raise BadAddress(f"address of transport {address.transport!r}, this one is {transport!r}")
-    if address.block_bytes != block_bytes:
-        raise BadAddress(f"peer's blocks have {address.block_bytes} bytes, ours {block_bytes}")
     in_range = 0 < address.num_blocks <= MAX_BLOCKS and 0 <= address.base < 1 << 63
+    in_range = in_range and 0 < address.block_bytes < 1 << 40
     if not in_range or not 0 <= address.device_id < 1024:
         raise BadAddress("an address field is out of range")
     return address
+
+
+def _decode(data: bytes) -> PoolAddress:
+    if len(data) > MAX_ADDRESS_BYTES:
+        raise BadAddress(f"an address of {len(data)} bytes is over the cap")
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise BadAddress(f"not an address: {error}") from error

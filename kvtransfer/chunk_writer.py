@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtransfer.checksum import checksum_blocks
+from kvtransfer.encoding import encode_pieces, encoded_size
 from kvtransfer.errors import PeerLost, TransportError
+from kvtransfer.layout import BlockLayout, part_of, piece_ids
+from kvtransfer.lease import Clock
+from kvtransfer.pieces import PieceSize, checksum_pieces
 from kvtransfer.sender_state import InFlight, Outgoing
-from kvtransfer.transport import MAX_CHUNK_BLOCKS, Connection, Transport
+from kvtransfer.staging import StagingBlocks
+from kvtransfer.transport import MAX_CHUNK_PIECES, Connection, Transport
 from mesh import codec
 from mesh.messages import ChunkHeader
 
-MAX_CHUNK_BYTES = 8 << 20
-"""At shared-memory speed 2–4 ms; the unit of fairness between transfers."""
 MAX_IN_FLIGHT_BYTES = 64 << 20
 """Per receiver."""
+MAX_BACKLOG_BYTES = 128 << 20
+"""Granted and unwritten, per receiver; beyond it no prompts are begun for this receiver."""
 MAX_POLL_BYTES = 32 << 20
 """Per call: a write may copy inside the call, and the control loop must get its turn."""
 
@@ -37,12 +41,22 @@ class Route:
 class ChunkWriter:
     """Writes for many transfers; the caller tells which ones and handles their failures."""
 
-    def __init__(self, transport: Transport, sender_epoch: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        sender_epoch: int,
+        layout: BlockLayout,
+        rank: int,
+        staging: StagingBlocks,
+        clock: Clock,
+    ) -> None:
         self._transport = transport
         self._sender_epoch = sender_epoch
+        self._layout = layout
+        self._rank = rank
+        self._staging = staging
+        self._clock = clock
         self._routes: dict[str, Route] = {}
-        block_bytes = transport.memory.block_bytes
-        self._chunk_blocks = min(max(1, MAX_CHUNK_BYTES // block_bytes), MAX_CHUNK_BLOCKS)
         self._turn = 0
 
     def route(self, receiver_id: str) -> Route | None:
@@ -68,15 +82,25 @@ class ChunkWriter:
         """
         route = self._routes.get(outgoing.receiver_id)
         if route is None:
-            outgoing.in_flight.clear()
+            self.forget(outgoing)
             raise PeerLost("the connection was torn down")
         still: list[InFlight] = []
         for chunk in outgoing.in_flight:
             if chunk.write.poll():
                 route.num_bytes_in_flight -= chunk.num_bytes
+                self._staging.give_back(chunk.staged)
             else:
                 still.append(chunk)
         outgoing.in_flight = still
+        if not still:
+            outgoing.time.pause(self._clock())
+
+    def forget(self, outgoing: Outgoing) -> None:
+        """Its connection was torn down: none of its writes is in flight."""
+        for chunk in outgoing.in_flight:
+            self._staging.give_back(chunk.staged)
+        outgoing.in_flight.clear()
+        outgoing.time.pause(self._clock())
 
     def write_some(self, transfers: Iterable[Outgoing]) -> list[tuple[Outgoing, TransportError]]:
         """One chunk of each transfer in turn until nothing is pending or a bound is reached.
@@ -110,45 +134,87 @@ class ChunkWriter:
         return failures
 
     def _write_chunk(self, outgoing: Outgoing) -> int:
-        route, grant = self._routes.get(outgoing.receiver_id), outgoing.grant
+        route, grant, plan = self._routes.get(outgoing.receiver_id), outgoing.grant, outgoing.plan
         assert grant is not None
+        assert plan is not None
         if route is None:
             raise PeerLost("the connection was torn down")
         if route.num_bytes_in_flight >= MAX_IN_FLIGHT_BYTES:
             return 0
+        outgoing.time.resume(self._clock())
         if route.connection is None:
             route.connection = self._transport.connect(route.receiver_id, route.address)
-        first_index, local_ids = self._take_run(outgoing)
+        pieces_per_block = len(plan.local) // plan.num_parts
+        most = min(
+            route.connection.chunk_bytes // (pieces_per_block * plan.stride),
+            MAX_CHUNK_PIECES // pieces_per_block,
+        )
+        part, first_index, blocks = outgoing.take_run(max(1, most))
         start = first_index - grant.first_index
-        remote_ids = grant.block_ids[start : start + len(local_ids)]
-        num_bytes = len(local_ids) * self._transport.memory.block_bytes
+        remote_ids = piece_ids(
+            grant.block_ids[start : start + len(blocks)],
+            part_of(plan.remote, part, plan.num_parts), plan.remote_per_block,
+        )  # fmt: skip
+        local_ids = piece_ids(
+            blocks, part_of(plan.local, part, plan.num_parts), plan.local_per_block
+        )
+        encoding, size = "", plan.size
+        staged: tuple[int, ...] = ()
+        if grant.encoding:
+            encoding, size, local_ids, staged = self._compress(grant.encoding, local_ids, plan.size)
+        num_bytes = len(local_ids) * size.num_bytes
+        memory = self._transport.memory
         header = ChunkHeader(
             transfer_id=outgoing.transfer_id,
             epoch=grant.epoch,
             sender_epoch=self._sender_epoch,
-            rank=0,
+            rank=self._rank,
             seq=outgoing.next_seq,
             first_index=first_index,
-            num_blocks=len(local_ids),
+            num_blocks=len(blocks),
             num_bytes=num_bytes,
-            checksum=checksum_blocks(self._transport.memory, local_ids),
+            # What the CPU can't read is not checksummed.
+            checksum=checksum_pieces(memory.array, local_ids, size) if memory.is_host else 0,
+            stride=plan.stride,
+            part=part,
+            num_parts=plan.num_parts,
+            encoding=encoding,
         )
-        write = route.connection.write(local_ids, remote_ids, codec.encode(header))
+        try:
+            write = route.connection.write(local_ids, remote_ids, codec.encode(header), size)
+            is_done = write.poll()
+        except TransportError:
+            self._staging.give_back(staged)
+            raise
         outgoing.next_seq += 1
-        outgoing.num_written += len(local_ids)
-        if not write.poll():
-            outgoing.in_flight.append(InFlight(write, num_bytes))
+        outgoing.num_written += len(blocks)
+        outgoing.num_bytes += num_bytes
+        if is_done:
+            self._staging.give_back(staged)
+            if not outgoing.in_flight:
+                outgoing.time.pause(self._clock())
+        else:
+            outgoing.in_flight.append(InFlight(write, num_bytes, staged))
             route.num_bytes_in_flight += num_bytes
         return num_bytes
 
-    def _take_run(self, outgoing: Outgoing) -> tuple[int, list[int]]:
-        """The next pending blocks with consecutive logical indices, at most one chunk."""
-        first_index, block_id = outgoing.pending.popleft()
-        run = [block_id]
-        while outgoing.pending and len(run) < self._chunk_blocks:
-            index, block_id = outgoing.pending[0]
-            if index != first_index + len(run):
-                break
-            outgoing.pending.popleft()
-            run.append(block_id)
-        return first_index, run
+    def _compress(
+        self, encoding: str, local_ids: list[int], size: PieceSize
+    ) -> tuple[str, PieceSize, list[int], tuple[int, ...]]:
+        """Compressed copies of the pieces; the pieces themselves where there is no room for them.
+
+        Returns:
+            Encoding and size of the pieces to write, their ids, the staging blocks they lie in.
+        """
+        as_it_is = "", size, local_ids, ()
+        per_block = self._layout.block_bytes // size.stride
+        smaller = encoded_size(size.stride, self._layout.element)
+        staged = self._staging.take(-(-len(local_ids) // per_block)) if smaller else ()
+        if smaller is None or not staged:
+            return as_it_is
+        places = piece_ids(staged, tuple(range(per_block)), per_block)[: len(local_ids)]
+        pool = self._transport.memory.array
+        if not encode_pieces(pool, local_ids, size.stride, self._layout.element, places):
+            self._staging.give_back(staged)
+            return as_it_is
+        return encoding, smaller, places, staged

@@ -3,6 +3,7 @@
 TransferFailed (mesh.errors)
 ├── TransportError      the data plane refused or broke
 │   ├── PeerLost        the peer (or the agent it wrote to) is gone: no write is in flight any more
+│   │   └── Unreachable not one write got through: another transport might reach it
 │   └── BadAddress      a data-plane address we do not accept
 └── IllegalTransition   a state machine was driven wrongly: a bug of ours, never a peer's doing
 """
@@ -22,6 +23,12 @@ class PeerLost(TransportError):
     """The connection is dead; none of its writes can touch memory any more."""
 
     code = "peer_lost"
+
+
+class Unreachable(PeerLost):
+    """The peer's endpoint was never reached over this connection."""
+
+    code = "unreachable"
 
 
 class BadAddress(TransportError):

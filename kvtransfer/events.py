@@ -40,6 +40,12 @@ class SendDone:
     """Sender: the transfer is over and its blocks may be freed."""
 
     transfer_id: str
+    num_bytes: int = 0
+    """As written."""
+    hidden_s: float = 0.0
+    """Time of moving them while the prompt was still being computed …"""
+    exposed_s: float = 0.0
+    """… and after it, see ``TransferTime``."""
 
 
 @dataclass(frozen=True, slots=True)

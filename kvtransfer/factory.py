@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.inproc_transport import InprocFabric, InprocTransport
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.pool import BlockMemory
+from kvtransfer.shm_transport import ShmTransport
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.transport import Transport
 from mesh.errors import ConfigError
 
-TRANSPORT_NAMES = ("ucx", "tcp", "inproc")
+TRANSPORT_NAMES = ("auto", "shm", "ucx", "tcp", "inproc")
 
 
 def make_transport(
@@ -25,7 +27,7 @@ def make_transport(
     """A transport over ``memory``; the caller closes it after the sender or receiver that uses it.
 
     Args:
-        name: ``ucx`` (NIXL), ``tcp`` or ``inproc``.
+        name: ``auto`` (by pair), ``shm``, ``ucx`` (NIXL), ``tcp`` or ``inproc``.
         memory: The KV pool; must outlive the transport.
         worker_id: For the names of NIXL agents.
         epoch: Likewise: names must differ between starts.
@@ -37,6 +39,12 @@ def make_transport(
         ConfigError: an unknown name, or ``inproc`` without a fabric.
         TransportError: NIXL is not installed or refused.
     """
+    if name == "auto":
+        return AutoTransport(
+            memory, worker_id=worker_id, epoch=epoch, host=host, advertise_host=advertise_host
+        )
+    if name == "shm":
+        return ShmTransport(memory)
     if name == "ucx":
         return NixlTransport(memory, worker_id=worker_id, epoch=epoch)
     if name == "tcp":

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from kvtransfer.address import pack_address, unpack_address
 from kvtransfer.errors import BadAddress, PeerLost, TransportError
+from kvtransfer.permits import Permits
+from kvtransfer.pieces import PieceSize, copy_pieces
 from kvtransfer.pool import BlockMemory
 from kvtransfer.transport import MAX_HEADER_BYTES, Arrival, Connection, Transport, Write
 
@@ -23,7 +25,7 @@ class InprocEndpoint:
     def __init__(self, peer_id: str, memory: BlockMemory) -> None:
         self.peer_id = peer_id
         self.memory = memory
-        self.permitted: set[int] = set()
+        self.permits = Permits(memory.block_bytes)
         self.arrivals: deque[Arrival] = deque()
         self.is_open = True
 
@@ -51,10 +53,13 @@ class InprocWrite(Write):
         local_ids: Sequence[int],
         remote_ids: Sequence[int],
         header: bytes,
+        size: PieceSize,
     ) -> None:
         self._connection = connection
-        self._pairs = list(zip(local_ids, remote_ids, strict=True))
+        self._local_ids = list(local_ids)
+        self._remote_ids = list(remote_ids)
         self._header = header
+        self._size = size
         self._is_done = False
 
     def poll(self) -> bool:
@@ -63,12 +68,12 @@ class InprocWrite(Write):
         endpoint = self._connection.endpoint
         if self._connection.is_closed or not endpoint.is_open:
             raise PeerLost("the endpoint is gone")
-        remote_ids = {remote for _, remote in self._pairs}
-        if not remote_ids <= endpoint.permitted:
-            raise PeerLost("a block is not under a grant")
-        for local, remote in self._pairs:
-            endpoint.memory.block(remote)[:] = self._connection.memory.block(local)
-        endpoint.permitted -= remote_ids
+        if not endpoint.permits.take(self._remote_ids, self._size):
+            raise PeerLost("a piece is not under a grant")
+        copy_pieces(
+            self._connection.memory.array, self._local_ids,
+            endpoint.memory.array, self._remote_ids, self._size,
+        )  # fmt: skip
         endpoint.arrivals.append(Arrival(endpoint.peer_id, self._header))
         self._is_done = True
         return True
@@ -82,12 +87,14 @@ class InprocConnection(Connection):
         self.endpoint = endpoint
         self.is_closed = False
 
-    def write(self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes) -> Write:
+    def write(
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+    ) -> Write:
         if self.is_closed or not self.endpoint.is_open:
             raise PeerLost("the endpoint is gone")
         if len(header) > MAX_HEADER_BYTES:
             raise TransportError("the header is over the cap")
-        return InprocWrite(self, local_ids, remote_ids, header)
+        return InprocWrite(self, local_ids, remote_ids, header, size)
 
     def close(self) -> None:
         self.is_closed = True
@@ -111,11 +118,11 @@ class InprocTransport(Transport):
         return pack_address(NAME, self.memory, 0, name.encode())
 
     def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
-        self._endpoints[peer_id][1].permitted.update(block_ids)
+        self._endpoints[peer_id][1].permits.permit(block_ids)
 
     def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:
         if peer_id in self._endpoints:
-            self._endpoints[peer_id][1].permitted.difference_update(block_ids)
+            self._endpoints[peer_id][1].permits.forbid(block_ids)
 
     def poll_arrivals(self) -> list[Arrival]:
         arrivals: list[Arrival] = []
@@ -132,7 +139,7 @@ class InprocTransport(Transport):
         return True
 
     def connect(self, peer_id: str, address: bytes) -> Connection:
-        to = unpack_address(address, transport=NAME, block_bytes=self.memory.block_bytes)
+        to = unpack_address(address, transport=NAME)
         endpoint = self._fabric.endpoints.get(to.endpoint.decode(errors="replace"))
         if endpoint is None:
             raise BadAddress("no such endpoint in this process")

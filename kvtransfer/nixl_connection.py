@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvtransfer.address import PoolAddress
-from kvtransfer.errors import BadAddress, PeerLost
+from kvtransfer.errors import BadAddress, PeerLost, Unreachable
 from kvtransfer.nixl_agent import NixlAgent, memory_kind
 from kvtransfer.nixl_library import NixlLibrary
+from kvtransfer.pieces import PieceSize
 from kvtransfer.pool import BlockMemory
 from kvtransfer.transport import Connection, Write
 
@@ -42,25 +43,16 @@ class NixlConnection(Connection):
         self._agent = agent
         self._remote_name = ""
         self._open_writes: set[NixlWrite] = set()
-        self._lists: list[Any] = []
+        self._has_reached = False
+        self._memory = memory
+        self._to = to
+        self._lists: dict[PieceSize, tuple[Any, Any]] = {}
+        """Prepared descriptor lists over both pools, by the size of their pieces."""
         self.is_closed = False
         nixl_agent, fault = agent.handle, ""
         try:
             name = nixl_agent.add_remote_agent(to.endpoint)
             self._remote_name = name.decode() if isinstance(name, bytes) else name
-            for owner, base, count, device_id, is_host in (
-                (
-                    "NIXL_INIT_AGENT",
-                    memory.address,
-                    memory.num_blocks,
-                    memory.device_id,
-                    memory.is_host,
-                ),
-                (self._remote_name, to.base, to.num_blocks, to.device_id, to.is_host),
-            ):
-                size = memory.block_bytes
-                strided = np.array([[base, size, device_id, size, count]], dtype=np.uint64)
-                self._lists.append(nixl_agent.prep_xfer_dlist(owner, strided, memory_kind(is_host)))
         except nixl.errors as error:
             fault = str(error)
         del nixl_agent
@@ -68,15 +60,20 @@ class NixlConnection(Connection):
             self.close()
             raise BadAddress(f"the peer's NIXL agent is not usable: {fault}")
 
-    def write(self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes) -> Write:
+    def write(
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+    ) -> Write:
         if self.is_closed:
             raise PeerLost("the connection is closed")
         local = np.array(local_ids, dtype=np.int32)
         remote = np.array(remote_ids, dtype=np.int32)
         write, fault = NixlWrite(self), ""
         try:
+            if size not in self._lists:
+                self._lists[size] = self._prepare(size)
+            from_list, to_list = self._lists[size]
             write.handle = self._agent.handle.make_prepped_xfer(
-                "WRITE", self._lists[0], local, self._lists[1], remote, header
+                "WRITE", from_list, local, to_list, remote, header
             )
         except self._nixl.errors as error:
             fault = str(error)
@@ -85,6 +82,27 @@ class NixlConnection(Connection):
         self._open_writes.add(write)
         write.is_done = self._settle(write, is_new=True)
         return write
+
+    def _prepare(self, size: PieceSize) -> tuple[Any, Any]:
+        """Descriptor lists of all pieces of both pools; costs microseconds, strided ones do."""
+        memory, to, handle = self._memory, self._to, self._agent.handle
+        lists = []
+        for owner, base, num_bytes, device_id, is_host in (
+            (
+                "NIXL_INIT_AGENT", memory.address, memory.num_bytes, memory.device_id,
+                memory.is_host,
+            ),
+            (
+                self._remote_name, to.base, to.num_blocks * to.block_bytes, to.device_id,
+                to.is_host,
+            ),
+        ):  # fmt: skip
+            count = num_bytes // size.stride
+            strided = np.array(
+                [[base, size.num_bytes, device_id, size.stride, count]], dtype=np.uint64
+            )
+            lists.append(handle.prep_xfer_dlist(owner, strided, memory_kind(is_host)))
+        return lists[0], lists[1]
 
     def advance(self, write: NixlWrite) -> bool:
         """Progress of one write; see ``Write.poll``."""
@@ -109,6 +127,7 @@ class NixlConnection(Connection):
         if state == "PROC":
             return False
         self._open_writes.discard(write)
+        self._has_reached = True
         return True
 
     def _lose(self, fault: str) -> NoReturn:
@@ -118,7 +137,7 @@ class NixlConnection(Connection):
         the frames in its traceback would keep the agent alive.
         """
         self.close()
-        raise PeerLost(f"NIXL: {fault}")
+        raise (PeerLost if self._has_reached else Unreachable)(f"NIXL: {fault}")
 
     def close(self) -> None:
         if self.is_closed:
@@ -140,7 +159,7 @@ class NixlConnection(Connection):
             self._quietly(agent.release_xfer_handle, write.handle)
             write.handle = None
         self._open_writes.clear()
-        for prepared in self._lists:
+        for prepared in (each for both in self._lists.values() for each in both):
             self._quietly(agent.release_dlist_handle, prepared)
         self._lists.clear()
         if self._remote_name:

@@ -17,7 +17,7 @@ _ENVIRONMENT = {
     "UCX_TCP_TX_SEG_SIZE": "256k",
     "UCX_TCP_RX_SEG_SIZE": "256k",
 }
-_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 
 
 class NixlLibrary:
@@ -56,7 +56,7 @@ def load_nixl() -> NixlLibrary:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     raise_exceptions = logging.raiseExceptions
     try:
-        for module in _MODULES:
+        for module in MODULES:
             try:
                 api = importlib.import_module(f"{module}._api")
             except ModuleNotFoundError:

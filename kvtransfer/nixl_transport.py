@@ -83,7 +83,7 @@ class NixlTransport(Transport):
         return self._destroy_endpoint(endpoint)
 
     def connect(self, peer_id: str, address: bytes) -> Connection:
-        to = unpack_address(address, transport=NAME, block_bytes=self.memory.block_bytes)
+        to = unpack_address(address, transport=NAME)
         agent, self._spare = self._spare or self._make_agent(self.memory.address), None
         connection = NixlConnection(self._nixl, agent, self.memory, to)
         self._connections = [c for c in self._connections if not c.is_closed]

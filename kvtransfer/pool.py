@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.alias import MemoryAlias, map_alias
+from kvtransfer.pieces import Bytes, PieceSize
+from mesh.shared_mapping import SharedMapping
 
 MAX_BLOCKS = 1 << 24
 
@@ -17,12 +19,22 @@ class BlockMemory:
     """``num_blocks`` blocks of ``block_bytes`` bytes, block ``i`` at ``address + i * block_bytes``.
 
     Borrows ``buffer`` and keeps it alive; the caller owns it and must not resize or free it while a
-    transport uses it. Prefer ``allocate``: only shared mappings let UCX use its fastest path on one
-    host (see ``kvtransfer.alias``); any other host buffer works, about three times slower.
+    transport uses it. Prefer memory of a ``SharedMapping``: only that can be mapped by the workers
+    of this host (transport ``shm``), and only shared mappings let UCX use its fastest path there
+    (see ``kvtransfer.alias``); any other host buffer works, about three times slower.
     """
 
-    def __init__(self, buffer: Any, *, num_blocks: int, block_bytes: int) -> None:
+    def __init__(
+        self, buffer: Any, *, num_blocks: int, block_bytes: int,
+        mapping: SharedMapping | None = None,
+    ) -> None:  # fmt: skip
         """Wrap a writable contiguous buffer or an object with ``__cuda_array_interface__``.
+
+        Args:
+            buffer: The memory; kept alive.
+            num_blocks: Blocks in it.
+            block_bytes: Size of each.
+            mapping: What the buffer is the start of, if it is a ``SharedMapping``.
 
         Raises:
             ValueError: sizes are not positive, or the buffer is smaller than the blocks, read-only
@@ -36,6 +48,7 @@ class BlockMemory:
         self.block_bytes = block_bytes
         self.num_bytes = num_blocks * block_bytes
         self.device_id = 0
+        self.mapping = mapping
         self._buffer = buffer
         self._view: memoryview | None = None
         cuda = getattr(buffer, "__cuda_array_interface__", None)
@@ -46,10 +59,9 @@ class BlockMemory:
 
     @classmethod
     def allocate(cls, num_blocks: int, block_bytes: int) -> BlockMemory:
-        """Zeroed host memory as a shared anonymous mapping; build tensors on ``buffer``."""
-        num_bytes = num_blocks * block_bytes
-        rounded = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        return cls(mmap.mmap(-1, rounded), num_blocks=num_blocks, block_bytes=block_bytes)
+        """Zeroed host memory as a ``SharedMapping`` of its own."""
+        mapping = SharedMapping(num_blocks * block_bytes)
+        return cls(mapping.memory, num_blocks=num_blocks, block_bytes=block_bytes, mapping=mapping)
 
     @property
     def buffer(self) -> memoryview:
@@ -57,6 +69,16 @@ class BlockMemory:
         if self._view is None:
             raise ValueError("device memory has no host view")
         return self._view
+
+    @property
+    def array(self) -> Bytes:
+        """All blocks as an array of bytes (host memory only)."""
+        return np.frombuffer(self.buffer, np.uint8)
+
+    @property
+    def whole(self) -> PieceSize:
+        """A whole block as a piece."""
+        return PieceSize(self.block_bytes, self.block_bytes)
 
     @property
     def is_host(self) -> bool:

@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvtransfer.chunk import chunk_fault, decode_header, mark_arrived
-from kvtransfer.errors import WRITE_ABORTED, TransportError
+from kvtransfer.chunk import accept_chunk, decode_header
+from kvtransfer.errors import WRITE_ABORTED, TransportError, Unreachable
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, ReceiverEvent
 from kvtransfer.grant import MAX_GRANT_BLOCKS
+from kvtransfer.layout import BlockLayout, Heads
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.receiver_state import Incoming, ReceiveState, ReceiveTrigger
@@ -53,15 +54,31 @@ class TransferReceiver:
         fingerprint: str,
         transport: Transport,
         send: Send,
+        layout: BlockLayout | None = None,
+        encoding: str = "",
         lease_s: float = DEFAULT_LEASE_S,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Borrow ``transport`` (the caller closes it) and ``send``, which must not call back."""
+        """Borrow ``transport`` (the caller closes it) and ``send``, which must not call back.
+
+        Args:
+            worker_id: This worker's name.
+            epoch: This start of it.
+            fingerprint: Senders of another one are refused.
+            transport: Over the pool whose blocks ``open`` grants.
+            send: Queues a message to a sender; False where it can't.
+            layout: Of the pool's blocks; without it they are only ever written whole.
+            encoding: How senders that can should compress what they write; empty: not at all.
+            lease_s: How long a silent sender is waited for.
+            clock: Monotonic seconds.
+        """
         self.worker_id = worker_id
         self.epoch = epoch
         self._fingerprint = fingerprint
         self._transport = transport
         self._send = send
+        self._layout = layout or BlockLayout.opaque(transport.memory.block_bytes)
+        self._encoding = encoding
         self._lease_s = lease_s
         self._clock = clock
         self._outbox = Outbox(send, clock, lease_s)
@@ -76,23 +93,42 @@ class TransferReceiver:
     # ------------------------------------------------------------------ caller
 
     def open(
-        self, transfer_id: str, sender: PeerRef, block_ids: Sequence[int], first_index: int
+        self,
+        transfer_id: str,
+        sender: PeerRef,
+        block_ids: Sequence[int],
+        first_index: int,
+        *,
+        rank: int = 0,
+        heads: Heads | None = None,
     ) -> None:
         """Grant ``block_ids`` for logical blocks ``first_index …`` to one start of one sender.
 
         Whatever goes wrong with the peer is told by ``poll``, never raised.
 
+        Args:
+            transfer_id: Names the hand-off, and the sender's rank where there are several.
+            sender: Who writes.
+            block_ids: Owned by this transfer until ``poll`` gives them back.
+            first_index: Logical index of the first one.
+            rank: The sender's tensor-parallel rank.
+            heads: What it should write of each block; None: all that the block holds.
+
         Raises:
-            ValueError: a duplicate transfer, or block ids that are bad or already granted.
+            ValueError: a duplicate transfer, bad block ids, or heads that this pool does not hold.
         """
         if transfer_id in self._incoming:
             raise ValueError(f"transfer {transfer_id} is already open")
         if len(block_ids) > MAX_GRANT_BLOCKS or first_index < 0:
             raise ValueError("too many blocks or a negative index in one grant")
+        if heads is not None and not self._layout.heads.holds(heads):
+            raise ValueError(f"{heads} are not all in this pool")
         self._transport.memory.check_block_ids(block_ids)
         now_s = self._clock()
-        lease = Lease.start(self._lease_s, now_s)
-        incoming = Incoming(transfer_id, sender, tuple(block_ids), first_index, lease)
+        incoming = Incoming(
+            transfer_id, sender, tuple(block_ids), first_index, Lease.start(self._lease_s, now_s),
+            rank=rank, heads=heads, encoding=self._encoding,
+        )  # fmt: skip
         self._incoming[transfer_id] = incoming
         known_epoch = self._peer_epochs.get(sender.worker_id, sender.epoch)
         if sender.epoch < known_epoch:
@@ -121,11 +157,25 @@ class TransferReceiver:
             if incoming is not None:
                 self._on_final_word(incoming, message)
 
-    def on_peer_down(self, sender_id: str) -> None:
+    def on_peer_up(self, sender_id: str, transports: Sequence[str], host_id: str) -> None:
+        """The link to a sender is up: its grants can go out.
+
+        Args:
+            sender_id: Who it is.
+            transports: What it writes over.
+            host_id: Its ``shm_transport.host_id``.
+        """
+        self._transport.meet(sender_id, transports, host_id)
+        for incoming in self._of_peer(sender_id):
+            if incoming.state is ReceiveState.OPENING:
+                self._send_grant(incoming)
+
+    def on_peer_down(self, sender_id: str, code: str = "peer_down", reason: str = "") -> None:
         """The link to a sender is gone. It may be frozen rather than dead, so it is fenced."""
         self._outbox.drop(sender_id)
         self._take_arrivals()
-        self._fence(sender_id, "peer_down")
+        self._fence(sender_id, code, reason=reason)
+        self._transport.part(sender_id)
 
     def poll(self) -> list[ReceiverEvent]:
         """Progress everything; every ~1 ms while ``num_open`` > 0, rarely otherwise."""
@@ -154,6 +204,8 @@ class TransferReceiver:
 
     def _send_grant(self, incoming: Incoming) -> None:
         peer_id = incoming.sender.worker_id
+        if not self._transport.has_met(peer_id):
+            return  # its link is not up yet
         try:
             address = self._transport.open_endpoint(peer_id)
         except TransportError as error:
@@ -163,11 +215,14 @@ class TransferReceiver:
             transfer_id=incoming.transfer_id,
             fingerprint=self._fingerprint,
             epoch=self.epoch,
-            transport=self._transport.name,
+            transport=self._transport.name_for(peer_id),
             address=address,
             first_index=incoming.first_index,
             block_ids=incoming.block_ids,
             lease_s=self._lease_s,
+            heads=_pair(incoming.heads),
+            pool_heads=_pair(self._layout.heads) if incoming.heads else None,
+            encoding=incoming.encoding,
         )
         self._transport.permit(peer_id, incoming.block_ids)
         if self._send(peer_id, grant):
@@ -200,12 +255,11 @@ class TransferReceiver:
             return
         if found.state is not ReceiveState.GRANTED:
             return  # already given up; its blocks stay quarantined until the final word
-        fault = chunk_fault(header, found, self._transport.memory, self.epoch)
+        fault = accept_chunk(header, found, self._transport.memory, self._layout, self.epoch)
         if fault is not None:
             self.num_refused_chunks += 1
             self._fail(found, fault, f"chunk {header.seq} was refused")
             return
-        mark_arrived(header, found)
         found.lease.renew(self._clock())
         self._commit_if_complete(found)
 
@@ -225,11 +279,15 @@ class TransferReceiver:
     def _on_final_word(self, incoming: Incoming, message: PrefillDone | TransferNack) -> None:
         """After either message the sender has no write in flight and will start none.
 
-        One exception: it tore a connection down under a write, and bytes may wait in a socket here.
+        Two exceptions: it tore a connection down under a write, and bytes may wait in a socket
+        here; or it could not reach the endpoint, which must be replaced by another one.
         """
-        if isinstance(message, TransferNack) and message.code == WRITE_ABORTED:
+        code = message.code if isinstance(message, TransferNack) else ""
+        if code in (WRITE_ABORTED, Unreachable.code):
             if incoming.state in (ReceiveState.GRANTED, ReceiveState.CANCELLING):
-                self._fence(incoming.sender.worker_id, WRITE_ABORTED)
+                if code == Unreachable.code:
+                    self._transport.avoid(incoming.sender.worker_id)
+                self._fence(incoming.sender.worker_id, code)
         elif incoming.state is ReceiveState.CANCELLING:
             self._release(incoming, ReceiveTrigger.FINAL_WORD)
         elif incoming.state is ReceiveState.GRANTED:
@@ -265,7 +323,9 @@ class TransferReceiver:
                 incoming.move(ReceiveTrigger.ABANDON)
                 incoming.lease = Lease.start(self._lease_s, self._clock())
 
-    def _fence(self, peer_id: str, code: str, *, older_than: int | None = None) -> None:
+    def _fence(
+        self, peer_id: str, code: str, *, reason: str = "", older_than: int | None = None
+    ) -> None:
         """Destroy what the peer writes through; every open transfer of it ends."""
         self.num_fences += 1
         is_proven = self._transport.fence(peer_id)
@@ -278,7 +338,7 @@ class TransferReceiver:
                     incoming.settle_at_s = self._clock() + FENCE_SETTLE_S
                 continue
             if incoming.state is not ReceiveState.CANCELLING:
-                self._report(incoming, code, f"the sender {peer_id} was fenced off")
+                self._report(incoming, code, reason or f"the sender {peer_id} was fenced off")
             if incoming.state is ReceiveState.OPENING:
                 self._release(incoming, ReceiveTrigger.ABANDON)
             elif incoming.done is not None:
@@ -342,3 +402,7 @@ class TransferReceiver:
 
     def _of_peer(self, peer_id: str) -> list[Incoming]:
         return [i for i in self._incoming.values() if i.sender.worker_id == peer_id]
+
+
+def _pair(heads: Heads | None) -> tuple[int, int] | None:
+    return None if heads is None else (heads.start, heads.stop)

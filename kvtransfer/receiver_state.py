@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kvtransfer.layout import Heads
 from kvtransfer.lease import Lease
 from kvtransfer.transitions import TransitionTable
 from mesh.messages import PeerRef, PrefillDone
@@ -72,17 +73,21 @@ class Incoming:
     first_index: int
     lease: Lease
     """OPENING: time to deliver the grant. GRANTED: P's sign of life. CANCELLING: P's answer."""
+    rank: int = 0
+    """The sender's, in its tensor-parallel group."""
+    heads: Heads | None = None
+    """What this sender writes of each block; None: all of it."""
+    encoding: str = ""
     state: ReceiveState = ReceiveState.OPENING
+    num_parts: int = 0
+    """How many parts the sender cuts each block into; 0 before its first chunk."""
     arrived: bytearray = field(default_factory=bytearray)
-    """One flag per granted block."""
+    """One flag per granted block and part."""
     num_arrived: int = 0
     chunk_seqs: set[int] = field(default_factory=set)
     done: PrefillDone | None = None
     settle_at_s: float | None = None
     """FENCED: when the blocks may be reused; None while the fence is no proof."""
-
-    def __post_init__(self) -> None:
-        self.arrived = bytearray(len(self.block_ids))
 
     def move(self, trigger: ReceiveTrigger) -> None:
         """Take one transition; raises IllegalTransition."""
@@ -93,6 +98,27 @@ class Incoming:
         """Every granted block arrived, in exactly the chunks that P counted."""
         return (
             self.done is not None
-            and self.num_arrived == len(self.block_ids)
+            and self.num_arrived == len(self.block_ids) * self.num_parts
+            and (self.num_parts > 0 or not self.block_ids)
             and len(self.chunk_seqs) == self.done.num_chunks
         )
+
+    def has_parts(self, num_parts: int) -> bool:
+        """Whether the sender cuts blocks into this many parts; its first chunk decides."""
+        if self.num_parts == 0:
+            self.num_parts = num_parts
+            self.arrived = bytearray(len(self.block_ids) * num_parts)
+        return self.num_parts == num_parts
+
+    def has_any(self, start: int, stop: int, part: int) -> bool:
+        """Whether this part of any of the blocks ``start`` to ``stop`` (exclusive) has arrived."""
+        return any(
+            self.arrived[start * self.num_parts + part : stop * self.num_parts : self.num_parts]
+        )
+
+    def mark_arrived(self, seq: int, start: int, num_blocks: int, part: int) -> None:
+        """Count a verified chunk."""
+        first, stop = start * self.num_parts + part, (start + num_blocks) * self.num_parts
+        self.arrived[first : stop : self.num_parts] = b"\x01" * num_blocks
+        self.num_arrived += num_blocks
+        self.chunk_seqs.add(seq)

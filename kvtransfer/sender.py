@@ -11,14 +11,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtransfer.chunk_writer import ChunkWriter
-from kvtransfer.errors import WRITE_ABORTED, PeerLost
+from kvtransfer.chunk_writer import MAX_BACKLOG_BYTES, ChunkWriter
+from kvtransfer.errors import WRITE_ABORTED, PeerLost, Unreachable
 from kvtransfer.events import SendDone, SenderEvent, SendFailed
-from kvtransfer.grant import grant_fault
+from kvtransfer.grant import grant_fault, plan_grant
 from kvtransfer.held_grants import HeldGrants
+from kvtransfer.layout import BlockLayout
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.sender_state import Outgoing, SendState, SendTrigger
+from kvtransfer.staging import StagingBlocks
 from kvtransfer.tombstones import Tombstones
 from kvtransfer.transport import Transport
 from mesh.messages import (
@@ -46,10 +48,28 @@ class TransferSender:
         fingerprint: str,
         transport: Transport,
         send: Send,
+        layout: BlockLayout | None = None,
+        rank: int = 0,
+        num_parts: int = 1,
+        staging: StagingBlocks | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Borrow ``transport`` (the caller closes it) and ``send``, which must not call back."""
+        """Borrow ``transport`` (the caller closes it) and ``send``, which must not call back.
+
+        Args:
+            worker_id: This worker's name.
+            epoch: This start of it.
+            fingerprint: Receivers of another one are refused.
+            transport: Over the pool whose blocks are submitted.
+            send: Queues a message to a receiver; False where it can't.
+            layout: Of the pool's blocks; without it they are only ever written whole.
+            rank: This rank of the worker's tensor-parallel group.
+            num_parts: In how many parts (runs of layers) blocks are submitted.
+            staging: Blocks of the pool for compressing; without it nothing is compressed.
+            lease_s: How long a silent receiver is waited for.
+            clock: Monotonic seconds.
+        """
         self.worker_id = worker_id
         self.epoch = epoch
         self._fingerprint = fingerprint
@@ -57,13 +77,18 @@ class TransferSender:
         self._send = send
         self._lease_s = lease_s
         self._clock = clock
-        self._writer = ChunkWriter(transport, epoch)
+        self._layout = layout or BlockLayout.opaque(transport.memory.block_bytes)
+        self._num_parts = num_parts
+        self._writer = ChunkWriter(
+            transport, epoch, self._layout, rank, staging or StagingBlocks(), clock
+        )
         self._outbox = Outbox(send, clock, lease_s)
         self._renewal = RenewalTimer(lease_s)
         self._held = HeldGrants(lease_s / 2)
         self._tombstones = Tombstones()
         self._outgoing: dict[str, Outgoing] = {}
         self._events: list[SenderEvent] = []
+        self._congested: frozenset[str] = frozenset()
         self._next_timers_s = 0.0
 
     # ------------------------------------------------------------------ caller
@@ -86,27 +111,40 @@ class TransferSender:
         elif held is not None:
             self._on_grant(held[0], held[1])
 
-    def submit(self, transfer_id: str, first_index: int, block_ids: Sequence[int]) -> None:
+    def submit(
+        self,
+        transfer_id: str,
+        first_index: int,
+        block_ids: Sequence[int],
+        part: int | None = None,
+    ) -> None:
         """Blocks ``first_index …`` are computed; they are written as soon as they are granted.
 
         Ignored once the transfer is over, which the caller may not have seen yet.
 
+        Args:
+            transfer_id: The hand-off.
+            first_index: Logical index of the first block.
+            block_ids: They must not change until the transfer's end.
+            part: Which part of their rows is computed; None: all.
+
         Raises:
-            ValueError: bad ids, an index submitted before, or a submit after ``finish``.
+            ValueError: bad ids, a part submitted before, or a submit after ``finish``.
         """
         self._transport.memory.check_block_ids(block_ids)
         outgoing = self._outgoing.get(transfer_id)
         if outgoing is None or outgoing.state is SendState.DRAINING:
             return
+        parts = range(self._num_parts) if part is None else (part,)
         indices = range(first_index, first_index + len(block_ids))
-        if (
-            outgoing.done is not None
-            or first_index < 0
-            or not outgoing.submitted.isdisjoint(indices)
-        ):
+        new = {(index, each) for index in indices for each in parts}
+        if outgoing.done is not None or first_index < 0 or not outgoing.submitted.isdisjoint(new):
             raise ValueError(f"blocks {indices} were submitted before, or after finish")
-        outgoing.submitted.update(indices)
-        outgoing.pending.extend(zip(indices, block_ids, strict=True))
+        outgoing.submitted |= new
+        for each in parts:
+            outgoing.pending.extend(
+                (each, index, block) for index, block in zip(indices, block_ids, strict=True)
+            )
         self._match_grant(outgoing)
 
     def finish(self, transfer_id: str, *, first_token_id: int, finished: bool) -> None:
@@ -128,6 +166,7 @@ class TransferSender:
         outgoing.done = PrefillDone(
             transfer_id=transfer_id, first_token_id=first_token_id, finished=finished, num_chunks=0
         )
+        outgoing.time.finish(self._clock())
         if finished:
             outgoing.pending.clear()
         if outgoing.grant is None:
@@ -187,6 +226,24 @@ class TransferSender:
         """Expected transfers without SendDone or SendFailed, and grants held for one."""
         return len(self._outgoing) + len(self._held)
 
+    def congested_receivers(self) -> frozenset[str]:
+        """Receivers before which more computed KV waits than their link carries at once.
+
+        A receiver stays in it until half of that is gone.
+        """
+        backlog: dict[str, int] = {}
+        for outgoing in self._outgoing.values():
+            if outgoing.state is SendState.WRITING and outgoing.plan is not None:
+                part_bytes = len(outgoing.plan.local) * outgoing.plan.stride // self._num_parts
+                waiting = len(outgoing.pending) * part_bytes
+                backlog[outgoing.receiver_id] = backlog.get(outgoing.receiver_id, 0) + waiting
+        self._congested = frozenset(
+            receiver_id
+            for receiver_id, num_bytes in backlog.items()
+            if num_bytes > MAX_BACKLOG_BYTES // (2 if receiver_id in self._congested else 1)
+        )
+        return self._congested
+
     # ------------------------------------------------------------------ messages
 
     def _on_grant(self, receiver_id: str, grant: Grant) -> None:
@@ -203,6 +260,10 @@ class TransferSender:
         elif outgoing.state is SendState.EXPECTED:
             outgoing.grant = grant
             outgoing.lease = Lease.start(grant.lease_s, self._clock())
+            if fault is None:
+                outgoing.plan = plan_grant(grant, self._layout, self._num_parts)
+                if outgoing.plan is None:
+                    fault = "bad_grant", "the pools do not go together"
             if fault is not None:
                 self._fail(outgoing, *fault)
                 return
@@ -269,8 +330,8 @@ class TransferSender:
         grant = outgoing.grant
         if grant is None:
             return
-        if outgoing.pending and min(outgoing.pending)[0] < grant.first_index:
-            kept = [entry for entry in outgoing.pending if entry[0] >= grant.first_index]
+        if any(index < grant.first_index for _, index, _ in outgoing.pending):
+            kept = [entry for entry in outgoing.pending if entry[1] >= grant.first_index]
             outgoing.pending.clear()
             outgoing.pending.extend(kept)
         if not outgoing.covers(grant):
@@ -303,7 +364,7 @@ class TransferSender:
             assert outgoing.grant is not None
             if outgoing.pending:
                 return
-            if outgoing.num_written != len(outgoing.grant.block_ids):
+            if outgoing.num_written != len(outgoing.grant.block_ids) * self._num_parts:
                 self._fail(outgoing, "incomplete", "fewer blocks were computed than granted")
                 self._close(outgoing, SendTrigger.DRAINED)
                 return
@@ -333,9 +394,10 @@ class TransferSender:
                 continue
             if code == "peer_down" or outgoing.state is SendState.WRITING:
                 self._fail(outgoing, code, message)
-            if outgoing.in_flight and outgoing.state is SendState.DRAINING and code != "peer_down":
+            is_told = code not in ("peer_down", Unreachable.code)
+            if outgoing.in_flight and outgoing.state is SendState.DRAINING and is_told:
                 outgoing.failure = (WRITE_ABORTED, message)
-            outgoing.in_flight.clear()
+            self._writer.forget(outgoing)
             self._advance(outgoing)
 
     def _close(self, outgoing: Outgoing, trigger: SendTrigger) -> None:
@@ -344,7 +406,14 @@ class TransferSender:
         if outgoing.failure is None:
             assert outgoing.done is not None
             self._tombstones.add(outgoing.transfer_id, outgoing.done)
-            self._events.append(SendDone(outgoing.transfer_id))
+            self._events.append(
+                SendDone(
+                    outgoing.transfer_id,
+                    num_bytes=outgoing.num_bytes,
+                    hidden_s=outgoing.time.hidden_s,
+                    exposed_s=outgoing.time.exposed_s,
+                )
+            )
             return
         code, message = outgoing.failure
         nack = TransferNack(transfer_id=outgoing.transfer_id, code=code, message=message)

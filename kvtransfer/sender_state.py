@@ -16,7 +16,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kvtransfer.layout import WritePlan
 from kvtransfer.lease import Lease
+from kvtransfer.transfer_time import TransferTime
 from kvtransfer.transitions import TransitionTable
 from kvtransfer.transport import Write
 from mesh.messages import Grant, PrefillDone
@@ -68,6 +70,8 @@ class InFlight:
 
     write: Write
     num_bytes: int
+    staged: tuple[int, ...] = ()
+    """Staging blocks it reads from."""
 
 
 @dataclass(slots=True)
@@ -80,12 +84,17 @@ class Outgoing:
     """EXPECTED: time for a Grant. WRITING, AWAIT_ACK: D's sign of life. DRAINING: patience."""
     state: SendState = SendState.EXPECTED
     grant: Grant | None = None
-    pending: deque[tuple[int, int]] = field(default_factory=deque)
-    """(logical index, local block id), computed and not yet written."""
-    submitted: set[int] = field(default_factory=set)
-    """Logical indices ever submitted."""
+    plan: WritePlan | None = None
+    """Set with the grant."""
+    pending: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """(part, logical index, local block id), computed and not yet written."""
+    submitted: set[tuple[int, int]] = field(default_factory=set)
+    """(logical index, part) ever submitted."""
     num_written: int = 0
-    """Granted blocks whose write was started."""
+    """Parts of granted blocks whose write was started."""
+    num_bytes: int = 0
+    """Of them, as written."""
+    time: TransferTime = field(default_factory=TransferTime)
     next_seq: int = 0
     in_flight: list[InFlight] = field(default_factory=list)
     done: PrefillDone | None = None
@@ -99,4 +108,21 @@ class Outgoing:
 
     def covers(self, grant: Grant) -> bool:
         """Whether everything submitted lies below the end of the grant."""
-        return not self.submitted or max(self.submitted) < grant.first_index + len(grant.block_ids)
+        end = grant.first_index + len(grant.block_ids)
+        return not self.submitted or max(self.submitted)[0] < end
+
+    def take_run(self, most: int) -> tuple[int, int, tuple[int, ...]]:
+        """The next pending blocks with consecutive logical indices, of one part.
+
+        Returns:
+            The part, the first logical index, and at most ``most`` local block ids.
+        """
+        part, first_index, block_id = self.pending.popleft()
+        run = [block_id]
+        while self.pending and len(run) < most:
+            next_part, index, block_id = self.pending[0]
+            if (next_part, index) != (part, first_index + len(run)):
+                break
+            self.pending.popleft()
+            run.append(block_id)
+        return part, first_index, tuple(run)

@@ -17,10 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtransfer.pieces import PieceSize
 from kvtransfer.pool import BlockMemory
 
 MAX_HEADER_BYTES = 4096
-MAX_CHUNK_BLOCKS = 4096
+MAX_CHUNK_PIECES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,14 @@ class Write(ABC):
 class Connection(ABC):
     """The sender's way to one endpoint of one receiver."""
 
+    chunk_bytes = 8 << 20
+    """How much one write should carry: the unit of overlap and of fairness between transfers."""
+
     @abstractmethod
-    def write(self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes) -> Write:
-        """Start writing local block ``local_ids[i]`` to remote block ``remote_ids[i]``.
+    def write(
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+    ) -> Write:
+        """Start writing local piece ``local_ids[i]`` to remote piece ``remote_ids[i]``.
 
         The ids were validated by the caller. May complete within the call (shared memory does).
 
@@ -72,6 +78,37 @@ class Transport(ABC):
     name: str
     memory: BlockMemory
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Transports whose endpoints ``connect`` can dial."""
+        return (self.name,)
+
+    def meet(  # noqa: B027
+        self, peer_id: str, transports: Sequence[str], peer_host_id: str
+    ) -> None:
+        """The link to this sender is up; it writes over these transports, from that host.
+
+        Only a transport that chooses needs to know; see ``shm_transport.host_id``.
+        """
+
+    def has_met(self, peer_id: str) -> bool:
+        """Whether an endpoint can be opened for this sender already."""
+        return True
+
+    def part(self, peer_id: str) -> None:  # noqa: B027
+        """The link is down: what was said at the meeting holds no more."""
+
+    def avoid(self, peer_id: str) -> None:  # noqa: B027
+        """This sender can't reach its endpoint, which is fenced next: offer it another kind."""
+
+    def name_for(self, peer_id: str) -> str:
+        """The transport over which this sender, met before, should write.
+
+        Raises:
+            TransportError: there is none.
+        """
+        return self.name
+
     @abstractmethod
     def open_endpoint(self, peer_id: str) -> bytes:
         """Address of the endpoint for this sender; made at the first call and after a fence.
@@ -82,7 +119,7 @@ class Transport(ABC):
 
     @abstractmethod
     def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
-        """Blocks this peer may write from now on, each once; one-sided ones can't enforce it."""
+        """Blocks this peer may write from now on; one-sided transports can't enforce it."""
 
     @abstractmethod
     def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:

@@ -18,14 +18,17 @@ from mesh.messages import Role
 LogLevel = Literal["debug", "info", "warning", "error"]
 Weights = Literal["auto", "fp32", "int8", "int4"]
 KVDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
-TransportName = Literal["ucx", "tcp", "inproc"]
+TransportName = Literal["auto", "shm", "ucx", "tcp", "inproc"]
+KVWire = Literal["", "int8"]
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 WEIGHTS: tuple[Weights, ...] = ("auto", "fp32", "int8", "int4")
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "fp32", "bf16", "fp16", "int8")
-TRANSPORTS: tuple[TransportName, ...] = ("ucx", "tcp", "inproc")
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "shm", "ucx", "tcp", "inproc")
+KV_WIRES: tuple[KVWire, ...] = ("", "int8")
 
+_STAGING_BLOCKS = 64
 _ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -106,8 +109,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens computed in one step (the prefill chunk budget)."""
     max_model_len: int = 0
     """Longest sequence in tokens; 0: the model's own limit."""
-    transport: TransportName = "ucx"
-    """Data plane for KV blocks; ``inproc`` is for tests inside one process."""
+    transport: TransportName = "auto"
+    """Data plane for KV blocks; auto: the best that both workers of a pair have. ``inproc`` is for
+    tests inside one process."""
+    kv_layer_groups: int = 1
+    """Parts of the layers in which KV leaves a prefill worker while a chunk is computed; it must
+    divide the model's layers."""
+    kv_wire: KVWire = ""
+    """``int8``: compress KV on its way between hosts, for links slower than that takes."""
     threads: int = 0
     """Compute threads; 0: the cores it may use, shared with the workers of ``cores_file``."""
     cores_file: str = ""
@@ -142,9 +151,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_range("max_batched_tokens", self.max_batched_tokens, 1, 1 << 20)
         _check_range("max_model_len", self.max_model_len, 0, 1 << 24)
         _check_choice("transport", self.transport, TRANSPORTS)
+        _check_range("kv_layer_groups", self.kv_layer_groups, 1, 64)
+        _check_choice("kv_wire", self.kv_wire, KV_WIRES)
         _check_range("threads", self.threads, 0, 1024)
         _check_range("lease_s", self.lease_s, 0.1, 3600)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
+
+    @property
+    def num_staging_blocks(self) -> int:
+        """Blocks of the KV pool that hold compressed KV while it is sent."""
+        return _STAGING_BLOCKS if self.role == "prefill" and self.kv_wire else 0
 
     def advertised(self, endpoint: str) -> str:
         """``endpoint`` (``scheme://host:port``) with the host that peers dial."""

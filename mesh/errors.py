@@ -14,7 +14,8 @@ the first byte was sent.
     ├── WorkerLost            503  the worker died or froze; the gateway retries
     ├── TransferFailed        503  KV did not arrive whole; the gateway retries
     ├── ProtocolError         500  a peer sent bytes we do not accept
-    │   ├── VersionMismatch
+    │   ├── IncompatiblePeer  two workers that can't exchange KV; the gateway pairs others
+    │   │   └── VersionMismatch
     │   └── MessageTooLarge
     └── ConfigError                a flag, file or environment value is wrong
 """
@@ -101,7 +102,14 @@ class ProtocolError(PdmeshError):
     code = "protocol_error"
 
 
-class VersionMismatch(ProtocolError):
+class IncompatiblePeer(ProtocolError):
+    """Two workers can't exchange KV: layout or data plane differ. Other pairs may."""
+
+    code = "incompatible_peer"
+    retryable = True
+
+
+class VersionMismatch(IncompatiblePeer):
     """A peer speaks another protocol version."""
 
     code = "version_mismatch"

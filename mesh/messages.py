@@ -2,7 +2,7 @@
 
 Every message is a frozen msgspec Struct, encoded as a MessagePack array behind a version envelope
 (see ``mesh.codec``). Adding an optional field at the end is compatible; anything else bumps
-``PROTOCOL_VERSION`` with a line of history in ``docs/protocol.md``.
+``PROTOCOL_VERSION`` with a line of history in ``docs/transfer-protocol.md``.
 
 Who sends what (each worker binds one ROUTER; gateways dial every worker, D dials P):
 
@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
@@ -34,6 +34,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 # ---------------------------------------------------------------------------- link
 
 
+class DataPlaneOffer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a worker can move KV over, told in the handshake."""
+
+    transports: tuple[str, ...]
+    """Best first."""
+    host_id: str
+    """Equal for workers that can share memory; empty for those that can't."""
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """First message on a link, from the dialer."""
 
@@ -42,6 +51,8 @@ class Hello(Message, frozen=True, tag="hello"):
     """One start of the sending process; a larger epoch with the same id is a restart."""
     fingerprint: str = ""
     """KV layout fingerprint of a dialing decode worker; gateways leave it empty."""
+    offer: DataPlaneOffer | None = None
+    """A dialing decode worker's data plane."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -49,10 +60,15 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     worker_id: str
     epoch: int
+    offer: DataPlaneOffer | None = None
+    """A prefill worker's data plane."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The worker does not accept the link (version, fingerprint); the reason reaches the router."""
+    """The worker does not accept the link (version, fingerprint, transports).
+
+    The reason reaches the router, which does not pair these two again.
+    """
 
     code: str
     message: str
@@ -270,6 +286,12 @@ class Grant(Message, frozen=True, tag="grant"):
     """Leading blocks D already has from its prefix cache."""
     block_ids: tuple[int, ...]
     lease_s: float
+    heads: tuple[int, int] | None = None
+    """KV heads (start, stop) that this sender should write; None: all of them."""
+    pool_heads: tuple[int, int] | None = None
+    """KV heads that D's rank holds, where they are not the sender's."""
+    encoding: str = ""
+    """``int8``: send the KV compressed; empty: as it is."""
 
 
 class ChunkHeader(Message, frozen=True, tag="chunk"):
@@ -287,8 +309,16 @@ class ChunkHeader(Message, frozen=True, tag="chunk"):
     """Logical index of the first block of this chunk."""
     num_blocks: int
     num_bytes: int
+    """As written, all blocks together."""
     checksum: int
-    """xxh3-64 over the blocks' bytes in logical order."""
+    """xxh3-64 over the written bytes: blocks in logical order, pieces in pool order."""
+    stride: int
+    """Distance of the pieces that were written, which divides D's blocks; see ``kvtransfer``."""
+    part: int
+    """Which run of rows (layers) of the blocks: 0 … num_parts - 1."""
+    num_parts: int
+    encoding: str = ""
+    """As granted."""
 
 
 class PrefillDone(Message, frozen=True, tag="prefill-done"):

@@ -19,9 +19,15 @@ import zmq
 
 from mesh import metrics
 from mesh.codec import decode, encode
-from mesh.errors import PdmeshError, ProtocolError, VersionMismatch, WorkerLost
+from mesh.errors import (
+    IncompatiblePeer,
+    PdmeshError,
+    ProtocolError,
+    VersionMismatch,
+    WorkerLost,
+)
 from mesh.link_socket import LinkSocket, SocketEvent
-from mesh.messages import AnyMessage, Hello, PeerRef, Ping, Pong, Refused, Welcome
+from mesh.messages import AnyMessage, DataPlaneOffer, Hello, PeerRef, Ping, Pong, Refused, Welcome
 from mesh.rate_limited_log import RateLimitedLog
 from mesh.worker_server import PING_INTERVAL_S, SILENCE_S
 
@@ -53,6 +59,7 @@ class WorkerLink:
         epoch: int,
         remote: PeerRef,
         fingerprint: str = "",
+        offer: DataPlaneOffer | None = None,
         on_message: Callable[[AnyMessage], None],
         on_down: Callable[[PdmeshError], None],
     ) -> None:
@@ -63,6 +70,7 @@ class WorkerLink:
             epoch: this start of the dialer.
             remote: the start of the worker that is meant.
             fingerprint: the dialer's KV layout, empty for gateways.
+            offer: the dialer's data plane, None for gateways.
             on_message: called with every message that is not the link's own.
             on_down: called once with the reason when the link is lost.
         """
@@ -70,6 +78,9 @@ class WorkerLink:
         self._peer_id = peer_id
         self._epoch = epoch
         self._fingerprint = fingerprint
+        self._offer = offer
+        self.remote_offer: DataPlaneOffer | None = None
+        """The worker's data plane, once the link is up."""
         self._on_message = on_message
         self._on_down = on_down
         self._state = _State.NEW
@@ -92,6 +103,7 @@ class WorkerLink:
         Raises:
             WorkerLost: nobody answers there, or it is another start or another worker.
             VersionMismatch: the worker speaks another protocol version.
+            IncompatiblePeer: the worker can't exchange KV with this one.
             ProtocolError: the worker refused the link; the text is its reason.
         """
         self._move(_State.CONNECTING)
@@ -104,8 +116,11 @@ class WorkerLink:
             except zmq.ZMQError as error:
                 self._lose(WorkerLost(f"{self._name()}: bad endpoint: {error}"))
             self._send(
-                Hello(peer_id=self._peer_id, epoch=self._epoch, fingerprint=self._fingerprint)
-            )
+                Hello(
+                    peer_id=self._peer_id, epoch=self._epoch,
+                    fingerprint=self._fingerprint, offer=self._offer,
+                )
+            )  # fmt: skip
             async with asyncio.timeout(timeout_s):
                 await self._welcomed
         except TimeoutError:
@@ -173,6 +188,7 @@ class WorkerLink:
             found = f"{welcome.worker_id} epoch {welcome.epoch}"
             self._lose(WorkerLost(f"{self._name()} is gone; {found} listens in its place"))
         elif self._state is _State.CONNECTING:
+            self.remote_offer = welcome.offer
             self._move(_State.UP)
             assert self._welcomed is not None
             if not self._welcomed.done():
@@ -237,7 +253,7 @@ class WorkerLink:
 
 
 def _refusal_error(refused: Refused) -> PdmeshError:
-    for kind in (VersionMismatch, WorkerLost):
+    for kind in (VersionMismatch, IncompatiblePeer, WorkerLost):
         if refused.code == kind.code:
             return kind(refused.message)
     return ProtocolError(f"{refused.code}: {refused.message}")

@@ -22,12 +22,13 @@ from mesh import metrics
 from mesh.codec import decode, encode
 from mesh.errors import (
     ConfigError,
+    IncompatiblePeer,
     ProtocolError,
     VersionMismatch,
     WorkerLost,
 )
 from mesh.link_socket import LinkSocket, SocketEvent
-from mesh.messages import AnyMessage, Hello, Ping, Pong, Refused, Welcome
+from mesh.messages import AnyMessage, DataPlaneOffer, Hello, Ping, Pong, Refused, Welcome
 from mesh.rate_limited_log import RateLimitedLog
 
 PING_INTERVAL_S = 0.25
@@ -62,6 +63,7 @@ class WorkerServer:
         worker_id: str,
         epoch: int,
         fingerprint: str,
+        offer: DataPlaneOffer | None = None,
         on_message: Callable[[str, AnyMessage], None],
         on_peer_down: Callable[[str], None],
     ) -> None:
@@ -72,6 +74,7 @@ class WorkerServer:
             worker_id: this worker's id.
             epoch: this start of the worker.
             fingerprint: KV layout; dialers with another non-empty one are refused.
+            offer: this worker's data plane; dialers whose own shares no transport are refused.
             on_message: called with (peer_id, message).
             on_peer_down: called with the id of a peer that was up.
         """
@@ -79,6 +82,7 @@ class WorkerServer:
         self._worker_id = worker_id
         self._epoch = epoch
         self._fingerprint = fingerprint
+        self._offer = offer
         self._on_message = on_message
         self._on_peer_down = on_peer_down
         self._peers: dict[str, _Peer] = {}
@@ -193,7 +197,8 @@ class WorkerServer:
         self._by_routing_id[routing_id] = peer
         self._by_fd[fd] = peer
         _logger.debug("link up peer=%s epoch=%d", peer.peer_id, peer.epoch)
-        self._send_to(routing_id, Welcome(worker_id=self._worker_id, epoch=self._epoch))
+        welcome = Welcome(worker_id=self._worker_id, epoch=self._epoch, offer=self._offer)
+        self._send_to(routing_id, welcome)
 
     def _refusal(self, hello: Hello) -> Refused | None:
         if not 0 < len(hello.peer_id) <= MAX_PEER_ID_CHARS:
@@ -207,7 +212,14 @@ class WorkerServer:
                 f"KV layout of {hello.peer_id} ({hello.fingerprint}) differs from that of "
                 f"{self._worker_id} ({self._fingerprint})"
             )
-            return Refused(code="fingerprint_mismatch", message=text[:1024])
+            return Refused(code=IncompatiblePeer.code, message=text[:1024])
+        ours, theirs = self._offer, hello.offer
+        if ours and theirs and not set(ours.transports) & set(theirs.transports):
+            text = (
+                f"{hello.peer_id} reads KV over {', '.join(theirs.transports)}, "
+                f"{self._worker_id} writes over {', '.join(ours.transports)}"
+            )
+            return Refused(code=IncompatiblePeer.code, message=text[:1024])
         if known is None and len(self._peers) >= MAX_PEERS:
             return Refused(code=ProtocolError.code, message=f"over {MAX_PEERS} links")
         return None

@@ -10,10 +10,10 @@ from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tok
 from engine.worker_host import WorkerHost
 from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
-from kvtransfer.events import SendFailed
-from kvtransfer.factory import make_transport
-from kvtransfer.pool import BlockMemory
+from kvtransfer.data_plane import open_data_plane
+from kvtransfer.events import SendDone, SendFailed
 from kvtransfer.sender import TransferSender
+from kvtransfer.transfer_metrics import TransferMetrics
 from mesh.config import WorkerConfig
 from mesh.messages import (
     AbortRequest,
@@ -27,6 +27,7 @@ from mesh.messages import (
 from mesh.service import process_epoch
 from prefill_worker.loop import (
     Command,
+    Congestion,
     Event,
     Expect,
     FinishTransfer,
@@ -48,17 +49,13 @@ class PrefillControl:
 
     def __init__(self, config: WorkerConfig, engine: Engine) -> None:
         epoch = process_epoch()
-        self._memory = BlockMemory(
-            engine.kv_cache.numpy(),
-            num_blocks=engine.kv_spec.num_blocks,
-            block_bytes=engine.kv_spec.block_bytes,
+        memory = engine.kv_memory
+        data_plane = open_data_plane(
+            config, engine.kv_spec, memory.raw.numpy(), memory.mapping, epoch
         )
-        self._transport = make_transport(
-            config.transport, self._memory, config.worker_id, epoch,
-            host=config.host, advertise_host=config.advertise_host,
-        )  # fmt: skip
+        self._transport = data_plane.transport
         self._host = WorkerHost(
-            config, engine, epoch=epoch, load=self._load,
+            config, engine, epoch=epoch, offer=data_plane.offer, load=self._load,
             on_message=self._on_message, on_peer_down=self._on_peer_down,
         )  # fmt: skip
         self._sender = TransferSender(
@@ -67,9 +64,14 @@ class PrefillControl:
             fingerprint=engine.fingerprint,
             transport=self._transport,
             send=self._host.server.send,
+            layout=data_plane.layout,
+            num_parts=config.kv_layer_groups,
+            staging=data_plane.staging,
             lease_s=config.lease_s,
         )
-        self._loop = PrefillLoop(engine)
+        self._metrics = TransferMetrics()
+        self._congested: frozenset[str] = frozenset()
+        self._loop = PrefillLoop(engine, config.kv_layer_groups)
         self._runtime: WorkerRuntime[Command, Event] = WorkerRuntime(
             self._loop,
             self._host,
@@ -77,6 +79,8 @@ class PrefillControl:
             poll=self._poll,
             niceness=NICENESS,
         )
+        if config.kv_layer_groups > 1:
+            self._loop.emit = self._runtime.emit
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``; raises what the model thread raised."""
@@ -110,7 +114,7 @@ class PrefillControl:
                 case Tokens():
                     self._host.server.send(event.gateway_id, StepOutput(outputs=event.outputs))
                 case SendBlocks():
-                    sender.submit(event.transfer_id, event.first_index, event.block_ids)
+                    sender.submit(event.transfer_id, event.first_index, event.block_ids, event.part)
                 case FinishTransfer():
                     sender.finish(
                         event.transfer_id,
@@ -126,8 +130,14 @@ class PrefillControl:
 
     def _poll(self) -> bool:
         for event in self._sender.poll():
+            if isinstance(event, SendDone):
+                self._metrics.observe(event)
             why = f"{event.code}: {event.message}" if isinstance(event, SendFailed) else None
             self._runtime.post(TransferEnded(event.transfer_id, why))
+        congested = self._sender.congested_receivers()
+        if congested != self._congested:
+            self._congested = congested
+            self._runtime.post(Congestion(congested))
         return self._sender.num_open > 0
 
     def _load(self) -> LoadSnapshot:

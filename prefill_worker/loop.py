@@ -12,10 +12,12 @@ flight any more (TransferEnded). A sequence never grows here, so it is never pre
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.engine import Engine, StepResult
 from engine.job import Job, check_fits, failure, make_sequence, token_output
+from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence, SequenceState
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from engine.worker_snapshot import take_snapshot
@@ -48,6 +50,13 @@ class TransferEnded:
 
 
 @dataclass(slots=True, frozen=True)
+class Congestion:
+    """Command: computed KV piles up before these decode workers, and no others."""
+
+    decode_worker_ids: frozenset[str]
+
+
+@dataclass(slots=True, frozen=True)
 class Expect:
     """Event: a Grant for this transfer will come from ``decode_worker_id``."""
 
@@ -63,6 +72,8 @@ class SendBlocks:
     transfer_id: str
     first_index: int
     block_ids: tuple[int, ...]
+    part: int | None = None
+    """Which group of layers of them; None: all."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,18 +88,25 @@ class FinishTransfer:
 _MAX_EARLY_GRANTS = 4096
 """Grants remembered whose request has not come yet; the oldest are forgotten."""
 
-Command = Submit | Abort | GatewayLost | Granted | TransferEnded
+Command = Submit | Abort | GatewayLost | Granted | TransferEnded | Congestion
 Event = Expect | SendBlocks | FinishTransfer | CancelTransfer | Tokens | Failed
 
 
 class PrefillLoop:
     """Implements ``engine.model_thread.Loop``. Owns the jobs; the engine owns blocks and model."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, num_layer_groups: int = 1) -> None:
+        """Borrow the engine; with several groups of layers KV leaves during the forward."""
         self._engine = engine
+        self._num_layer_groups = num_layer_groups
+        self.emit: Callable[[list[Event]], None] = self._keep
+        """Takes what can't wait for the end of the step; by default it does wait."""
         self._scheduler = engine.scheduler
         self._jobs: dict[str, Job] = {}
         self._num_submitted: dict[str, int] = {}
+        self._receivers: dict[str, str] = {}
+        """Decode worker of every job."""
+        self._congested: frozenset[str] = frozenset()
         self._early_grants: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._events: list[Event] = []
         self.snapshot: LoadSnapshot = take_snapshot(engine)
@@ -108,17 +126,22 @@ class PrefillLoop:
                 self._granted(command.transfer_id)
             case TransferEnded():
                 self._transfer_ended(command)
+            case Congestion():
+                self._congested = command.decode_worker_ids
+                for transfer_id, job in self._jobs.items():
+                    job.sequence.is_held_back = self._receivers[transfer_id] in self._congested
 
     def step(self) -> tuple[list[Event], bool]:
         """Compute one chunk batch; see ``Loop``."""
         worked = False
         if self._scheduler.has_work:
-            outcome = self._engine.step()
+            grouped = self._num_layer_groups > 1
+            outcome = self._engine.step(self._on_layer_group if grouped else None)
             worked = bool(outcome.computed)
             for sequence in outcome.expired:
                 self._drop_expired(sequence)
             sampled = {result.sequence for result in outcome.results}
-            for sequence in outcome.computed:
+            for sequence in () if grouped else outcome.computed:
                 self._submit_finished_blocks(sequence, prompt_done=sequence in sampled)
             for result in outcome.results:
                 self._first_token(result)
@@ -146,6 +169,8 @@ class PrefillLoop:
         self._early_grants.pop(request.transfer_id, None)
         self._jobs[request.transfer_id] = Job(sequence, gateway_id)
         self._num_submitted[request.transfer_id] = 0
+        self._receivers[request.transfer_id] = request.decode.worker_id
+        sequence.is_held_back = request.decode.worker_id in self._congested
         self._scheduler.add(sequence)
         self._events.append(Expect(request.transfer_id, request.decode.worker_id, request.ttl_s))
 
@@ -179,7 +204,7 @@ class PrefillLoop:
         job = self._jobs.pop(command.transfer_id, None)
         if job is None:
             return
-        del self._num_submitted[command.transfer_id]
+        del self._num_submitted[command.transfer_id], self._receivers[command.transfer_id]
         sequence = job.sequence
         silent = sequence.state in (SequenceState.SENDING, SequenceState.FINISHED)
         if sequence.state is not SequenceState.FINISHED:
@@ -196,18 +221,52 @@ class PrefillLoop:
         message = failure(sequence.request_id, sequence.transfer_id, error)
         self._events += [CancelTransfer(sequence.transfer_id), Failed(job.gateway_id, message)]
 
+    def _keep(self, events: list[Event]) -> None:
+        self._events += events
+
+    def _on_layer_group(self, chunks: list[ScheduledChunk], group: int) -> None:
+        """During the forward: this group's KV of the step's chunks is written.
+
+        Whether the answer ends at its first token is not known yet, so its blocks go too.
+        """
+        ready, self._events = self._events, []
+        for chunk in chunks:
+            transfer_id = chunk.sequence.transfer_id
+            start, blocks = self._finished_blocks(
+                chunk.sequence,
+                chunk.sequence.num_computed_tokens + chunk.num_scheduled_tokens,
+                prompt_done=chunk.samples,
+            )
+            if blocks:
+                ready.append(SendBlocks(transfer_id, start, blocks, group))
+            if group == self._num_layer_groups - 1:
+                self._num_submitted[transfer_id] = start + len(blocks)
+        if ready:
+            self.emit(ready)
+
     def _submit_finished_blocks(self, sequence: Sequence, *, prompt_done: bool) -> None:
         """Offer the blocks that will not change any more, the last partial one at the end."""
         if sequence.finish_reason is not None:
             return  # the answer ended at its first token: nobody needs the KV
-        size = self._scheduler.block_size
-        computed = sequence.num_computed_tokens
-        end = -(-computed // size) if prompt_done else computed // size
-        start = self._num_submitted[sequence.transfer_id]
-        if end > start:
-            blocks = tuple(sequence.block_table[start:end])
+        start, blocks = self._finished_blocks(
+            sequence, sequence.num_computed_tokens, prompt_done=prompt_done
+        )
+        if blocks:
             self._events.append(SendBlocks(sequence.transfer_id, start, blocks))
-            self._num_submitted[sequence.transfer_id] = end
+            self._num_submitted[sequence.transfer_id] = start + len(blocks)
+
+    def _finished_blocks(
+        self, sequence: Sequence, num_computed: int, *, prompt_done: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        """Blocks not offered yet that will not change after ``num_computed`` tokens.
+
+        Returns:
+            The logical index of the first one, and their ids.
+        """
+        size = self._scheduler.block_size
+        end = -(-num_computed // size) if prompt_done else num_computed // size
+        start = self._num_submitted[sequence.transfer_id]
+        return start, tuple(sequence.block_table[start:end])
 
     def _first_token(self, result: StepResult) -> None:
         sequence = result.sequence

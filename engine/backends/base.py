@@ -17,6 +17,7 @@ import torch
 
 from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
+from mesh.shared_mapping import SharedMapping
 
 
 class Linear(Protocol):
@@ -90,6 +91,16 @@ class KVCacheSpec:
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.row_bytes
 
 
+@dataclass(slots=True, frozen=True)
+class KVMemory:
+    """The cache as a transfer sees it."""
+
+    raw: torch.Tensor
+    """[num_blocks, block_bytes] uint8."""
+    mapping: SharedMapping | None
+    """What it lies in, so that workers of this host can map it; None for device memory."""
+
+
 class Backend(Protocol):
     """Ops of a decoder-only transformer over a paged KV cache."""
 
@@ -105,12 +116,8 @@ class Backend(Protocol):
         """Take the [V, H] float32 tables over; without ``head`` both share one stored form."""
         ...
 
-    def allocate_kv_cache(self, spec: KVCacheSpec) -> torch.Tensor:
-        """Allocate the cache this backend will read and write.
-
-        Returns:
-            Its bytes, [num_blocks, block_bytes] uint8, for transfer only.
-        """
+    def allocate_kv_cache(self, spec: KVCacheSpec) -> KVMemory:
+        """Allocate the cache this backend will read and write."""
         ...
 
     def begin_step(self, batch: BatchInputs) -> Any:

@@ -13,6 +13,7 @@ embeddings and sliding windows (Gemma 3), a mixture of experts as the MLP (Qwen3
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -85,8 +86,13 @@ class Decoder:
             linears += [layer.qkv, layer.output, *layer.mlp.linears()]
         return self._embed.num_bytes + sum(linear.num_bytes for linear in linears)
 
-    def forward(self, batch: BatchInputs) -> torch.Tensor:
-        """Compute the batch, write its KV, and return logits of its sampled rows, [N, V]."""
+    def forward(
+        self, batch: BatchInputs, on_kv_written: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Compute the batch, write its KV, and return logits of its sampled rows, [N, V].
+
+        ``on_kv_written`` is called with each layer's index once the batch's KV of it is in place.
+        """
         backend, config = self._backend, self.config
         eps = config.rms_norm_eps
         step = backend.begin_step(batch)
@@ -98,6 +104,8 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(hidden)
             backend.rope_and_write_kv(qkv, layer.rope, layer.qk_norm, index, step)
+            if on_kv_written is not None:
+                on_kv_written(index)
             attended = backend.paged_attention(qkv, index, config.query_scale, layer.window, step)
             branch = layer.output(attended)
             if layer.post_attention_norm is not None:

@@ -13,7 +13,7 @@ HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu
 UCX = pytest.param("ucx", marks=pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed"))
 
 
-@pytest.fixture(params=["inproc", "tcp", UCX])
+@pytest.fixture(params=["inproc", "shm", "tcp", UCX])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     cluster = Cluster(request.param)
     yield cluster

@@ -85,7 +85,7 @@ def main(transport_name: str, num_blocks: int, block_bytes: int, mode: str) -> N
                     # Small first: the way must be set up before the call that is interrupted.
                     for part in (blocks[:1], blocks[1:]):
                         ids = [message.block_ids[b] for b in part]
-                        write = connection.write(part, ids, b"raw")
+                        write = connection.write(part, ids, b"raw", memory.whole)
                         while not write.poll():
                             pass
                     continue

@@ -111,7 +111,7 @@ class RemoteSender:
         self.transport.close()
 
 
-@pytest.fixture(params=["tcp", UCX])
+@pytest.fixture(params=["shm", "tcp", UCX])
 def transport_name(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -124,9 +124,18 @@ def remote(transport_name: str) -> Iterator[RemoteSender]:
     remote.close()
 
 
+@pytest.fixture(params=["tcp", UCX])
+def writing_transport_name(request: pytest.FixtureRequest) -> str:
+    """Transports whose sender moves the bytes; with ``shm`` it is the receiver."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(params=[True, False], ids=["shared", "private"])
-def raw_remote(transport_name: str, request: pytest.FixtureRequest) -> Iterator[RemoteSender]:
-    remote = RemoteSender(transport_name, "raw", has_alias=request.param)
+def raw_remote(
+    writing_transport_name: str, request: pytest.FixtureRequest
+) -> Iterator[RemoteSender]:
+    remote = RemoteSender(writing_transport_name, "raw", has_alias=request.param)
     yield remote
     remote.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvtransfer.pieces import PieceSize
 from kvtransfer.transport import Connection, Write
 from mesh import codec
 from mesh.messages import ChunkHeader, Grant, LeaseRenew
@@ -23,10 +24,12 @@ class TamperingConnection(Connection):
         self.inner = inner
         self.tamper = tamper
 
-    def write(self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes) -> Write:
+    def write(
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+    ) -> Write:
         decoded = codec.decode(header)
         assert isinstance(decoded, ChunkHeader)
-        return self.inner.write(local_ids, remote_ids, self.tamper(decoded))
+        return self.inner.write(local_ids, remote_ids, self.tamper(decoded), size)
 
     def close(self) -> None:
         self.inner.close()

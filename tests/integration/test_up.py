@@ -59,7 +59,7 @@ def test_a_cluster_lives_heals_and_leaves_nothing(start: Callable[..., Up]) -> N
     for victim in ("decode-0", "gateway", "valkey"):
         assert f"{victim}: was killed by SIGKILL, restart in" in errors
         assert f"{victim}: restarting (1)" in errors
-    assert "KV transport ucx" in errors
+    assert "KV transport auto" in errors
     assert f"curl -s {url}/v1/chat/completions" in errors
 
     up.children()

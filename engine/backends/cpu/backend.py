@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from engine.backends.base import Embedding, KVCacheSpec, Linear, QKNorm, RopeTable
+from engine.backends.base import Embedding, KVCacheSpec, KVMemory, Linear, QKNorm, RopeTable
 from engine.backends.cpu import elementwise, kv_store
 from engine.backends.cpu.attention import AttentionTiles, paged_attention, plan_tiles
 from engine.backends.cpu.core_share import CoreShare
@@ -67,10 +67,10 @@ class CpuBackend:
         packed = linear.packed if tied else pack(embedding, 8)
         return QuantizedEmbedding(packed, embedding.shape[1], shared=tied), linear
 
-    def allocate_kv_cache(self, spec: KVCacheSpec) -> torch.Tensor:
+    def allocate_kv_cache(self, spec: KVCacheSpec) -> KVMemory:
         """See Backend."""
-        raw, self._kv = kv_store.allocate(spec)
-        return raw
+        memory, self._kv = kv_store.allocate(spec)
+        return memory
 
     def begin_step(self, batch: BatchInputs) -> CpuStep:
         """Choose the threads, and cut the step's attention into tiles, once for all layers."""

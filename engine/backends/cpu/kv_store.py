@@ -21,9 +21,10 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from engine.backends.base import KVCacheSpec
+from engine.backends.base import KVCacheSpec, KVMemory
 from engine.backends.cpu.vector_ir import LANES
 from mesh.errors import ConfigError
+from mesh.shared_mapping import SharedMapping
 
 _STORAGE: dict[str, npt.DTypeLike] = {
     "fp32": np.float32,
@@ -45,11 +46,11 @@ class KVView:
     """[num_blocks, num_layers, 2, Hkv, block_size]; one shared 1.0 unless int8."""
 
 
-def allocate(spec: KVCacheSpec) -> tuple[torch.Tensor, KVView]:
+def allocate(spec: KVCacheSpec) -> tuple[KVMemory, KVView]:
     """Map the cache's memory; pages are touched on first use only.
 
     Returns:
-        The raw bytes, [num_blocks, block_bytes] uint8, and the kernels' view of them.
+        The memory, and the kernels' view of it.
 
     Raises:
         ConfigError: a size is not a multiple of 16, the kernels' vectors.
@@ -59,10 +60,11 @@ def allocate(spec: KVCacheSpec) -> tuple[torch.Tensor, KVView]:
             f"block_size: {spec.block_size} and the model's head_dim {spec.head_dim} must be "
             f"multiples of {LANES}"
         )
-    # A shared mapping: what lets a transfer library on this host map it and copy once.
-    memory = mmap.mmap(-1, spec.num_blocks * spec.block_bytes)
+    # A shared mapping: what lets the workers of this host map it and copy once.
+    mapping = SharedMapping(spec.num_blocks * spec.block_bytes)
+    memory = memoryview(mapping.memory)[: spec.num_blocks * spec.block_bytes]
     with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        mapping.memory.madvise(mmap.MADV_HUGEPAGE)
     raw = torch.frombuffer(memory, dtype=torch.uint8).view(spec.num_blocks, spec.block_bytes)
     dtype = np.dtype(_STORAGE[spec.dtype])
     heads = (spec.num_blocks, spec.num_layers, 2, spec.num_kv_heads)
@@ -78,4 +80,4 @@ def allocate(spec: KVCacheSpec) -> tuple[torch.Tensor, KVView]:
         scales = np.frombuffer(memory, np.float32).reshape(*heads, -1)[..., -spec.block_size :]
     else:
         scales = as_strided(np.ones(1, np.float32), (*heads, spec.block_size), (0,) * 5)
-    return raw, KVView(keys, values, scales)
+    return KVMemory(raw, mapping), KVView(keys, values, scales)

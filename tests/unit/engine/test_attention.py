@@ -78,7 +78,7 @@ def make_case(
         head_dim=head_dim,
         dtype=dtype,
     )
-    raw = backend.allocate_kv_cache(spec)
+    raw = backend.allocate_kv_cache(spec).raw
     keys, values = fill(raw, spec, scheduled, rng, magnitude)
     width = (num_kv_heads * group + 2 * num_kv_heads) * head_dim
     qkv = torch.from_numpy(rng.standard_normal((batch.num_tokens, width)).astype(np.float32))

@@ -43,7 +43,7 @@ class Written:
             head_dim=HEAD_DIM,
             dtype=dtype,
         )
-        raw = backend.allocate_kv_cache(spec)
+        raw = backend.allocate_kv_cache(spec).raw
         raw.fill_(POISON)
         sequence = new_sequence([0] * (13 + rows))
         sequence.num_computed_tokens = 13

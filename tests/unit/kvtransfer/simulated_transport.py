@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.address import pack_address, unpack_address
 from kvtransfer.errors import PeerLost
+from kvtransfer.pieces import PieceSize
 from kvtransfer.pool import BlockMemory
 from kvtransfer.transport import Arrival, Connection, Transport, Write
 
@@ -29,6 +30,7 @@ class SimulatedWrite(Write):
     endpoint: SimulatedEndpoint
     pairs: list[tuple[bytes, int]]
     header: bytes
+    size: PieceSize
     is_done: bool = False
     is_aborted: bool = False
 
@@ -45,8 +47,9 @@ class SimulatedWrite(Write):
         if self.endpoint.is_open:
             owner = self.endpoint.owner
             for data, remote in self.pairs:
-                owner.on_landing(self, remote)
-                owner.memory.block(remote)[:] = data
+                start = remote * self.size.stride
+                owner.on_landing(self, start // owner.memory.block_bytes)
+                owner.memory.buffer[start : start + self.size.num_bytes] = data
             owner.arrivals.append(Arrival(self.endpoint.peer_id, self.header))
 
 
@@ -66,14 +69,17 @@ class SimulatedConnection(Connection):
         self._writes: list[SimulatedWrite] = []
         self._is_closed = False
 
-    def write(self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes) -> Write:
+    def write(
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+    ) -> Write:
         if self._is_closed or not self._endpoint.is_open:
             raise PeerLost("gone")
+        pool, stride = self._memory.buffer, size.stride
         pairs = [
-            (bytes(self._memory.block(local)), remote)
+            (bytes(pool[local * stride : local * stride + size.num_bytes]), remote)
             for local, remote in zip(local_ids, remote_ids, strict=True)
         ]
-        write = SimulatedWrite(self._endpoint, pairs, header)
+        write = SimulatedWrite(self._endpoint, pairs, header, size)
         self._writes.append(write)
         self._network.on_the_way.append(write)
         return write
@@ -121,7 +127,7 @@ class SimulatedTransport(Transport):
         return True
 
     def connect(self, peer_id: str, address: bytes) -> Connection:
-        to = unpack_address(address, transport=NAME, block_bytes=self.memory.block_bytes)
+        to = unpack_address(address, transport=NAME)
         endpoint = self.network.endpoints[int(to.endpoint)]
         return SimulatedConnection(self.network, self.memory, endpoint)
 

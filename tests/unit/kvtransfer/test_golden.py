@@ -6,9 +6,11 @@ import msgpack
 import pytest
 
 from kvtransfer.address import pack_address, unpack_address
+from kvtransfer.frame import FRAME_VERSION, GREETING, MAGIC, RECEIPT, pack_frame_head
+from kvtransfer.pieces import PieceSize
 from kvtransfer.pool import BlockMemory
-from kvtransfer.tcp_frame import GREETING, MAGIC, RECEIPT, TCP_VERSION, pack_frame_head
 from mesh import codec
+from mesh.errors import VersionMismatch
 from mesh.messages import (
     AnyMessage,
     ChunkHeader,
@@ -31,10 +33,16 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
             first_index=2,
             block_ids=(5, 300, 70000),
             lease_s=10.0,
+            heads=(2, 4),
+            pool_heads=(0, 4),
+            encoding="int8",
         ),
-        ["grant", "t-1", "f0", 1 << 60, "ucx", b"\x00\xff", 2, [5, 300, 70000], 10.0],
-        "920199a56772616e74a3742d31a26630cf1000000000000000a3756378c40200ff029305cd012cce00011170"
-        "cb4024000000000000",
+        [
+            *("grant", "t-1", "f0", 1 << 60, "ucx", b"\x00\xff", 2, [5, 300, 70000], 10.0),
+            *([2, 4], [0, 4], "int8"),
+        ],
+        "92029ca56772616e74a3742d31a26630cf1000000000000000a3756378c40200ff029305cd012cce00011170"
+        "cb4024000000000000920204920004a4696e7438",
     ),
     (
         ChunkHeader(
@@ -47,26 +55,30 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
             num_blocks=2,
             num_bytes=1474560,
             checksum=(1 << 64) - 1,
+            stride=6144,
+            part=1,
+            num_parts=2,
+            encoding="",
         ),
-        ["chunk", "t-1", 7, 8, 0, 3, 16, 2, 1474560, (1 << 64) - 1],
-        "92019aa56368756e6ba3742d31070800031002ce00168000cfffffffffffffffff",
+        ["chunk", "t-1", 7, 8, 0, 3, 16, 2, 1474560, (1 << 64) - 1, 6144, 1, 2, ""],
+        "92029ea56368756e6ba3742d31070800031002ce00168000cfffffffffffffffffcd18000102a0",
     ),
     (
         PrefillDone(transfer_id="t-1", first_token_id=42, finished=False, num_chunks=4),
         ["prefill-done", "t-1", 42, False, 4],
-        "920195ac70726566696c6c2d646f6e65a3742d312ac204",
+        "920295ac70726566696c6c2d646f6e65a3742d312ac204",
     ),
-    (TransferAck(transfer_id="t-1"), ["ack", "t-1"], "920192a361636ba3742d31"),
-    (TransferCancel(transfer_id="t-1"), ["cancel", "t-1"], "920192a663616e63656ca3742d31"),
+    (TransferAck(transfer_id="t-1"), ["ack", "t-1"], "920292a361636ba3742d31"),
+    (TransferCancel(transfer_id="t-1"), ["cancel", "t-1"], "920292a663616e63656ca3742d31"),
     (
         TransferNack(transfer_id="t-1", code="unknown", message="no"),
         ["nack", "t-1", "unknown", "no"],
-        "920194a46e61636ba3742d31a7756e6b6e6f776ea26e6f",
+        "920294a46e61636ba3742d31a7756e6b6e6f776ea26e6f",
     ),
     (
         LeaseRenew(transfer_ids=("t-1", "t-2")),
         ["lease", ["t-1", "t-2"]],
-        "920192a56c6561736592a3742d31a3742d32",
+        "920292a56c6561736592a3742d31a3742d32",
     ),
 ]
 
@@ -74,7 +86,7 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
 @pytest.mark.parametrize(("message", "fields", "golden"), GOLDEN, ids=lambda v: type(v).__name__)
 def test_golden_bytes(message: AnyMessage, fields: list[object], golden: str) -> None:
     assert codec.encode(message).hex() == golden
-    assert msgpack.unpackb(bytes.fromhex(golden)) == [1, fields]
+    assert msgpack.unpackb(bytes.fromhex(golden)) == [2, fields]
     assert codec.decode(bytes.fromhex(golden)) == message
 
 
@@ -83,12 +95,28 @@ def test_golden_address() -> None:
     data = pack_address("tcp", memory, 0, b"\x01")
     assert data.hex() == "9801a37463700004" + "10c300c40101"
     assert msgpack.unpackb(data) == [1, "tcp", 0, 4, 16, True, 0, b"\x01"]
-    assert unpack_address(data, transport="tcp", block_bytes=16).endpoint == b"\x01"
+    assert unpack_address(data, transport="tcp").endpoint == b"\x01"
 
 
-def test_golden_tcp_frame() -> None:
-    assert GREETING.pack(MAGIC, TCP_VERSION, b"t" * 16).hex() == "50444b5601000000" + "74" * 16
-    assert pack_frame_head(b"head", [1, 258]).hex() == (
-        "04000000" + "02000000" + "68656164" + "01000000" + "02010000"
-    )
+def test_golden_frame() -> None:
+    assert GREETING.pack(MAGIC, FRAME_VERSION, b"t" * 16).hex() == "50444b5602000000" + "74" * 16
+    ids = "01000000" + "02010000"
+    head = "04000000" + "02000000" + "0018000000000000" + "000c000000000000" + "68656164" + ids
+    size = PieceSize(6144, 3072)
+    assert pack_frame_head(b"head", size, [1, 258]).hex() == head
+    assert pack_frame_head(b"head", size, [1, 258], [7, 8]).hex() == head + "0700000008000000"
     assert RECEIPT.pack(3).hex() == "0300000000000000"
+
+
+VERSION_1 = (
+    "920199a56772616e74a3742d31a26630cf1000000000000000a3756378c40200ff029305cd012cce00011170"
+    "cb4024000000000000",
+    "92019aa56368756e6ba3742d31070800031002ce00168000cfffffffffffffffff",
+    "920192a361636ba3742d31",
+)
+
+
+@pytest.mark.parametrize("data", VERSION_1)
+def test_a_peer_of_version_1_is_refused_by_its_version(data: str) -> None:
+    with pytest.raises(VersionMismatch, match="peer speaks version 1"):
+        codec.decode(bytes.fromhex(data))

@@ -12,12 +12,14 @@ import pytest
 
 from kvtransfer.address import pack_address, unpack_address
 from kvtransfer.errors import BadAddress, PeerLost
+from kvtransfer.frame import FRAME_VERSION, GREETING, MAGIC, pack_frame_head
+from kvtransfer.pieces import PieceSize
 from kvtransfer.pool import BlockMemory
-from kvtransfer.tcp_frame import GREETING, MAGIC, TCP_VERSION, pack_frame_head
 from kvtransfer.tcp_transport import TcpEndpointName, TcpTransport
 from kvtransfer.transport import Arrival
 
 BLOCK = b"evil" * 4
+WHOLE = PieceSize(16, 16)
 
 
 class Target:
@@ -28,10 +30,10 @@ class Target:
         self.transport = TcpTransport(self.memory)
         address = self.transport.open_endpoint("p")
         self.address = address
-        endpoint = unpack_address(address, transport="tcp", block_bytes=16).endpoint
+        endpoint = unpack_address(address, transport="tcp").endpoint
         self.name = msgspec.msgpack.decode(endpoint, type=TcpEndpointName)
         self.transport.permit("p", [1, 2])
-        self.greeting = GREETING.pack(MAGIC, TCP_VERSION, self.name.token)
+        self.greeting = GREETING.pack(MAGIC, FRAME_VERSION, self.name.token)
         self.arrivals: list[Arrival] = []
 
     def dial(self) -> socket.socket:
@@ -67,14 +69,14 @@ def test_listens_on_loopback_only(target: Target) -> None:
     "make",
     [
         lambda t: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        lambda t: GREETING.pack(MAGIC, TCP_VERSION, b"0" * 16),
+        lambda t: GREETING.pack(MAGIC, FRAME_VERSION, b"0" * 16),
         lambda t: GREETING.pack(MAGIC, 99, t.name.token),
-        lambda t: t.greeting + struct.pack("<II", 1 << 30, 1),
-        lambda t: t.greeting + struct.pack("<II", 1, 1 << 30),
-        lambda t: t.greeting + struct.pack("<II", 1, 0),
-        lambda t: t.greeting + pack_frame_head(b"h", [3]) + BLOCK,
-        lambda t: t.greeting + pack_frame_head(b"h", [1, 1]) + BLOCK * 2,
-        lambda t: t.greeting + pack_frame_head(b"h", [1, 4000]) + BLOCK * 2,
+        lambda t: t.greeting + struct.pack("<IIQQ", 1 << 30, 1, 16, 16),
+        lambda t: t.greeting + struct.pack("<IIQQ", 1, 1 << 30, 16, 16),
+        lambda t: t.greeting + struct.pack("<IIQQ", 1, 0, 16, 16),
+        lambda t: t.greeting + pack_frame_head(b"h", WHOLE, [3]) + BLOCK,
+        lambda t: t.greeting + pack_frame_head(b"h", WHOLE, [1, 1]) + BLOCK * 2,
+        lambda t: t.greeting + pack_frame_head(b"h", WHOLE, [1, 4000]) + BLOCK * 2,
     ],
 )
 def test_hostile_bytes(target: Target, make: object) -> None:
@@ -87,8 +89,8 @@ def test_hostile_bytes(target: Target, make: object) -> None:
 
 def test_a_block_is_written_once(target: Target) -> None:
     with target.dial() as dialer:
-        dialer.sendall(target.greeting + pack_frame_head(b"h", [1]) + BLOCK)
-        dialer.sendall(pack_frame_head(b"h", [1]) + b"x" * 16)
+        dialer.sendall(target.greeting + pack_frame_head(b"h", WHOLE, [1]) + BLOCK)
+        dialer.sendall(pack_frame_head(b"h", WHOLE, [1]) + b"x" * 16)
         assert target.is_hung_up_on(dialer)
     assert target.arrivals == [Arrival("p", b"h")]
     assert bytes(target.memory.block(1)) == BLOCK
@@ -96,7 +98,7 @@ def test_a_block_is_written_once(target: Target) -> None:
 
 def test_truncated_frame(target: Target) -> None:
     with target.dial() as dialer:
-        dialer.sendall(target.greeting + pack_frame_head(b"h", [1, 2]) + BLOCK + b"ev")
+        dialer.sendall(target.greeting + pack_frame_head(b"h", WHOLE, [1, 2]) + BLOCK + b"ev")
         dialer.shutdown(socket.SHUT_WR)
         assert target.is_hung_up_on(dialer)
     assert target.arrivals == []
@@ -105,7 +107,7 @@ def test_truncated_frame(target: Target) -> None:
 @pytest.mark.parametrize("how", ["fence", "forbid"])
 def test_withdrawn_midway(target: Target, how: str) -> None:
     with target.dial() as dialer:
-        dialer.sendall(target.greeting + pack_frame_head(b"h", [1, 2]) + BLOCK)
+        dialer.sendall(target.greeting + pack_frame_head(b"h", WHOLE, [1, 2]) + BLOCK)
         deadline_s = time.monotonic() + 5
         while bytes(target.memory.block(1)) != BLOCK and time.monotonic() < deadline_s:
             target.transport.poll_arrivals()
@@ -133,7 +135,7 @@ def test_receipts_that_lie() -> None:
             TcpEndpointName("127.0.0.1", server.getsockname()[1], b"t" * 16)
         )
         connection = transport.connect("d", pack_address("tcp", memory, 0, name))
-        write = connection.write([0], [1], b"h")
+        write = connection.write([0], [1], b"h", WHOLE)
         accepted, _ = server.accept()
         with accepted:
             accepted.sendall(struct.pack("<Q", 7))

@@ -195,7 +195,7 @@ async def test_another_start_or_another_worker_in_its_place_is_a_loss(
 
 async def test_a_different_fingerprint_is_refused_with_the_reason(server: Server) -> None:
     dialer = Dialer(server.ref, peer_id="d0", fingerprint="layout-b")
-    with pytest.raises(ProtocolError, match=r"fingerprint_mismatch.*layout-b.*layout-a"):
+    with pytest.raises(ProtocolError, match=r"layout-b.*layout-a"):
         await dialer.link.connect()
     assert server.links.num_peers == 0
     assert server.down == [], "it was never up"
@@ -248,7 +248,7 @@ async def test_redialing_many_times_never_mistakes_a_reused_descriptor(server: S
         [b""],
         [b"\xc1"],
         [b"not a message"],
-        [b"\x92\x01\x91\xa4nope"],
+        [b"\x92\x02\x91\xa4nope"],
         [encode(StatusRequest(seq=1)), b"extra"],
         [b"", encode(StatusRequest(seq=1))],
     ],

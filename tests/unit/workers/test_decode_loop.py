@@ -15,6 +15,7 @@ from decode_worker.loop import (
     Submit,
 )
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
+from mesh.errors import TransferFailed
 from mesh.messages import DecodeRequest, PeerRef, PrefillDone, SamplingParams
 from tests.unit.engine.tiny_llama import TinyLlama, random_prompt
 
@@ -95,7 +96,7 @@ def test_a_failed_transfer_is_retryable_and_its_blocks_wait_for_safety(
     worker = Worker(tiny_llama)
     worker.submit("a", random_prompt(40, seed=81))
     worker.step()
-    worker.loop.handle(KVFailed("a", "lease_expired"))
+    worker.loop.handle(KVFailed("a", TransferFailed("lease_expired")))
     events = worker.step()
     (failed,) = of_type(events, Failed)
     assert (failed.message.code, failed.message.retryable) == ("transfer_failed", True)
@@ -106,7 +107,7 @@ def test_a_failed_transfer_is_retryable_and_its_blocks_wait_for_safety(
     worker.loop.handle(BlocksFreed("a"))
     assert (worker.pool.num_quarantined, worker.num_used) == (0, 0)
     worker.loop.handle(BlocksFreed("a"))
-    worker.loop.handle(KVFailed("a", "again"))
+    worker.loop.handle(KVFailed("a", TransferFailed("again")))
     assert worker.step() == []
 
 
@@ -245,7 +246,7 @@ def test_samples_held_for_a_siblings_kv_start_at_whatever_ends_the_wait(
     if ending == "commit":
         worker.commit("first")
     elif ending == "failure":
-        worker.loop.handle(KVFailed("first", "gone"))
+        worker.loop.handle(KVFailed("first", TransferFailed("gone")))
     else:
         worker.loop.handle(Abort("first"))
     tokens = worker.run()

@@ -99,11 +99,11 @@ def test_an_answer_that_ends_at_its_first_token_transfers_nothing(
         pair.submit("a", prompt, 10, stop_token_ids=(first,))
     else:
         pair.submit("a", prompt, 1)
-    before = pair.engines[1].kv_cache.clone()
+    before = pair.engines[1].kv_memory.raw.clone()
     pair.run()
     assert pair.tokens("a") == [first]
     assert [output.finish_reason for output in pair.outputs["a"]] == [stop]
-    assert pair.engines[1].kv_cache.equal(before)
+    assert pair.engines[1].kv_memory.raw.equal(before)
     pair.check_everything_is_free()
 
 

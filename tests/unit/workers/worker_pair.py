@@ -19,6 +19,7 @@ from kvtransfer.inproc_transport import InprocFabric, InprocTransport
 from kvtransfer.pool import BlockMemory
 from kvtransfer.receiver import TransferReceiver
 from kvtransfer.sender import TransferSender
+from mesh.errors import TransferFailed
 from mesh.messages import (
     DecodeRequest,
     Grant,
@@ -187,7 +188,7 @@ class WorkerPair:
                 case Committed():
                     self.d_inbox.append(d.KVCommitted(event.done))
                 case ReceiveFailed():
-                    self.d_inbox.append(d.KVFailed(event.transfer_id, event.code))
+                    self.d_inbox.append(d.KVFailed(event.transfer_id, TransferFailed(event.code)))
                 case BlocksReleased():
                     self.d_inbox.append(d.BlocksFreed(event.transfer_id))
 
@@ -269,7 +270,7 @@ def _appending(queue: deque[TransferMessage]) -> Callable[[str, TransferMessage]
 
 def _memory(engine: Engine) -> BlockMemory:
     return BlockMemory(
-        engine.kv_cache.numpy(),
+        engine.kv_memory.raw.numpy(),
         num_blocks=engine.kv_spec.num_blocks,
         block_bytes=engine.kv_spec.block_bytes,
     )

@@ -1,26 +1,29 @@
-"""The dialing half of the TCP data plane: frames out, receipts in."""
+"""The dialing end of a data connection: frames out, receipts in."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
-from kvtransfer.errors import PeerLost, TransportError
+from kvtransfer.errors import PeerLost, TransportError, Unreachable
+from kvtransfer.frame import RECEIPT
+from kvtransfer.pieces import PieceSize
 from kvtransfer.pool import BlockMemory
-from kvtransfer.tcp_frame import GREETING, MAGIC, RECEIPT, TCP_VERSION, pack_frame_head
 from kvtransfer.transport import MAX_HEADER_BYTES, Connection, Write
 
 _CONNECTING = (errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY)
 _MAX_IOVECS = 64
 
 
-class TcpWrite(Write):
-    """Done when the receiver's receipt says that it has read the whole frame."""
+class SocketWrite(Write):
+    """Done when the receiver's receipt says that it has the whole frame."""
 
-    def __init__(self, connection: TcpConnection, number: int) -> None:
+    def __init__(self, connection: SocketConnection, number: int) -> None:
         self._connection = connection
         self._number = number
 
@@ -30,14 +33,14 @@ class TcpWrite(Write):
         return self._connection.num_received >= self._number
 
 
-class TcpConnection(Connection):
+class SocketConnection(Connection):
     """One socket to one endpoint; connects in the background of ``advance``."""
 
-    def __init__(self, memory: BlockMemory, host: str, port: int, token: bytes) -> None:
+    def __init__(self, memory: BlockMemory, family: int, address: Any, greeting: bytes) -> None:
         """Start connecting.
 
         Raises:
-            TransportError: the host's address is not usable.
+            Unreachable: the peer can't be dialed.
         """
         self.num_received = 0
         """Frames the receiver has read."""
@@ -45,31 +48,36 @@ class TcpConnection(Connection):
         self._memory = memory
         self._num_written = 0
         self._receipts = bytearray()
-        greeting = GREETING.pack(MAGIC, TCP_VERSION, token)
         self._outgoing: deque[memoryview] = deque([memoryview(greeting)])
-        try:
-            family, kind, proto, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
-            )[0]
-            self._socket = socket.socket(family, kind, proto)
-        except OSError as error:
-            raise TransportError(f"can't reach {host}: {error}") from error
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         code = self._socket.connect_ex(address)
         self._is_connecting = code != 0
         if code not in (0, *_CONNECTING):
-            self._lose(os.strerror(code))
+            self._socket.close()
+            raise Unreachable(f"the data endpoint: {os.strerror(code)}")
 
-    def write(self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes) -> Write:
+    def write(
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+    ) -> Write:
         if self.is_closed:
             raise PeerLost("the connection is closed")
         if len(header) > MAX_HEADER_BYTES:
             raise TransportError("the header is over the cap")
-        self._outgoing.append(memoryview(pack_frame_head(header, remote_ids)))
-        self._outgoing.extend(self._memory.block(block_id) for block_id in local_ids)
+        self._put_frame(self._outgoing, local_ids, remote_ids, header, size)
         self._num_written += 1
-        return TcpWrite(self, self._num_written)
+        return SocketWrite(self, self._num_written)
+
+    @abstractmethod
+    def _put_frame(
+        self,
+        outgoing: deque[memoryview],
+        local_ids: Sequence[int],
+        remote_ids: Sequence[int],
+        header: bytes,
+        size: PieceSize,
+    ) -> None:
+        """Append one frame's bytes."""
 
     def advance(self) -> None:
         """Send and read what the socket takes and gives.
@@ -96,7 +104,8 @@ class TcpConnection(Connection):
         if self._is_connecting:
             code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
-                self._lose(os.strerror(code))
+                self.close()
+                raise Unreachable(f"the data endpoint: {os.strerror(code)}")
             self._is_connecting = False
         while self._outgoing:
             parts = [self._outgoing[i] for i in range(min(_MAX_IOVECS, len(self._outgoing)))]
@@ -140,4 +149,4 @@ class TcpConnection(Connection):
 
     def _lose(self, why: str) -> None:
         self.close()
-        raise PeerLost(f"tcp data connection: {why}")
+        raise PeerLost(f"data connection: {why}")

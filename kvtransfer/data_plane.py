@@ -1,0 +1,85 @@
+"""A worker's KV cache, its layout and its transport, as transfers need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvtransfer.factory import make_transport
+from kvtransfer.layout import BlockLayout, Heads
+from kvtransfer.pool import BlockMemory
+from kvtransfer.shm_transport import host_id
+from kvtransfer.staging import StagingBlocks
+from kvtransfer.transport import Transport
+from mesh.config import WorkerConfig
+from mesh.messages import DataPlaneOffer
+from mesh.shared_mapping import SharedMapping
+
+_ELEMENTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""By KV dtype; others can't be compressed."""
+
+
+class KVGeometry(Protocol):
+    """What the engine's cache specification says."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlane:
+    """Owned by the worker, who calls ``transport.close()`` at its end."""
+
+    layout: BlockLayout
+    transport: Transport
+    staging: StagingBlocks
+    offer: DataPlaneOffer
+
+
+def open_data_plane(
+    config: WorkerConfig, geometry: KVGeometry, raw: Any, mapping: SharedMapping | None, epoch: int
+) -> DataPlane:
+    """Make the transport that the configuration names over the KV cache.
+
+    Args:
+        config: The worker's.
+        geometry: Of the blocks that sequences use.
+        raw: The cache's memory: these blocks, then ``config.num_staging_blocks`` more.
+        mapping: What ``raw`` lies in, see ``BlockMemory``.
+        epoch: This start of the worker.
+
+    Raises:
+        TransportError: the transport can't be had here.
+    """
+    layout = BlockLayout(
+        num_rows=2 * geometry.num_layers,
+        heads=Heads(start=0, stop=geometry.num_kv_heads),
+        head_bytes=geometry.block_size * geometry.row_bytes,
+        element=_ELEMENTS.get(geometry.dtype, ""),
+    )
+    memory = BlockMemory(
+        raw,
+        num_blocks=geometry.num_blocks + config.num_staging_blocks,
+        block_bytes=layout.block_bytes,
+        mapping=mapping,
+    )
+    transport = make_transport(
+        config.transport, memory, config.worker_id, epoch,
+        host=config.host, advertise_host=config.advertise_host,
+    )  # fmt: skip
+    return DataPlane(
+        layout,
+        transport,
+        StagingBlocks(geometry.num_blocks, config.num_staging_blocks),
+        DataPlaneOffer(transports=transport.names, host_id=host_id()),
+    )

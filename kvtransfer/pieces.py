@@ -1,0 +1,89 @@
+"""Equal pieces of a pool: what one write moves, from a list of them to a list of them.
+
+A pool is cut every ``stride`` bytes, and of each cut the first ``num_bytes`` belong to a piece:
+
+    stride    |-------|-------|-------|-------|      piece 2 starts at 2 * stride
+    num_bytes |====   |====   |====   |====   |
+
+A whole block is the piece of stride and length ``block_bytes``; a group of layers or a
+tensor-parallel slice of a block is a smaller one, compressed KV a shorter one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Bytes = npt.NDArray[np.uint8]
+
+_SMALL_BYTES = 32 << 10
+"""Below this, a call per piece costs more than numpy's copy through a temporary."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSize:
+    """How both pools are cut."""
+
+    stride: int
+    num_bytes: int
+
+    def fits(self, block_bytes: int) -> bool:
+        """Whether pieces of this size divide blocks of that one."""
+        return 0 < self.num_bytes <= self.stride <= block_bytes and block_bytes % self.stride == 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether neighbouring pieces touch each other."""
+        return self.num_bytes == self.stride
+
+
+def spans(ids: Sequence[int], size: PieceSize) -> Iterator[tuple[int, int]]:
+    """(offset, length) of the pieces in order, neighbours that follow each other as one."""
+    if not size.is_whole:
+        yield from ((piece * size.stride, size.num_bytes) for piece in ids)
+        return
+    position = 0
+    while position < len(ids):
+        first, start = ids[position], position
+        position += 1
+        while position < len(ids) and ids[position] == first + position - start:
+            position += 1
+        yield first * size.stride, (position - start) * size.stride
+
+
+def copy_pieces(
+    source: Bytes, source_ids: Sequence[int], target: Bytes, target_ids: Sequence[int],
+    size: PieceSize,
+) -> None:  # fmt: skip
+    """Copy piece ``source_ids[i]`` of one pool to ``target_ids[i]`` of another, ids checked."""
+    if size.num_bytes < _SMALL_BYTES:
+        as_rows(target, size)[np.asarray(target_ids)] = as_rows(source, size)[
+            np.asarray(source_ids)
+        ]
+        return
+    for from_id, to_id in zip(source_ids, target_ids, strict=True):
+        start, to = from_id * size.stride, to_id * size.stride
+        # numpy, unlike a memoryview, lets other threads of the process run meanwhile.
+        np.copyto(target[to : to + size.num_bytes], source[start : start + size.num_bytes])
+
+
+def checksum_pieces(pool: Bytes, ids: Sequence[int], size: PieceSize) -> int:
+    """xxh3-64 over the pieces' bytes in the order given."""
+    digest = xxhash.xxh3_64()
+    if size.num_bytes < _SMALL_BYTES:
+        digest.update(as_rows(pool, size)[np.asarray(ids)].data)
+    else:
+        for start, length in spans(ids, size):
+            digest.update(pool[start : start + length].data)
+    return digest.intdigest()
+
+
+def as_rows(pool: Bytes, size: PieceSize) -> npt.NDArray[Any]:
+    """The pool as [num_pieces, num_bytes]."""
+    whole = pool[: len(pool) // size.stride * size.stride]
+    return whole.reshape(-1, size.stride)[:, : size.num_bytes]

@@ -1,0 +1,124 @@
+"""What ``tcp`` and ``shm`` share: a listener, endpoints named by tokens, and their connections.
+
+A random token in each granted address says which peer's endpoint a connection belongs to. What is
+written outside the peer's grants closes the connection. Everything is non-blocking and moves only
+in ``poll``; every write is executed by this process, so a fence is closing sockets.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from kvtransfer.frame import TOKEN_BYTES
+from kvtransfer.inlet import Endpoint, Inlet
+from kvtransfer.pool import BlockMemory
+from kvtransfer.socket_connection import SocketConnection
+from kvtransfer.transport import Arrival, Transport
+
+MAX_INLETS = 1024
+MAX_POLL_BYTES = 32 << 20
+"""Received per poll, so that the control loop gets its turn."""
+
+
+class SocketTransport(Transport):
+    """Host memory only."""
+
+    inlet_type: type[Inlet]
+
+    def __init__(self, memory: BlockMemory, listener: socket.socket) -> None:
+        self.memory = memory
+        self._endpoints: dict[str, Endpoint] = {}
+        self._connections: list[SocketConnection] = []
+        self._selector = selectors.DefaultSelector()
+        self._num_inlets = 0
+        self._listener = listener
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, None)
+
+    def open_endpoint(self, peer_id: str) -> bytes:
+        endpoint = self._endpoints.get(peer_id)
+        if endpoint is None:
+            token = secrets.token_bytes(TOKEN_BYTES)
+            endpoint = Endpoint(peer_id, token, self.memory.block_bytes)
+            self._endpoints[peer_id] = endpoint
+        return self._address(endpoint.token)
+
+    @abstractmethod
+    def _address(self, token: bytes) -> bytes:
+        """What a sender with this token dials."""
+
+    def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
+        self._endpoints[peer_id].permits.permit(block_ids)
+
+    def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:
+        endpoint = self._endpoints.get(peer_id)
+        if endpoint is not None:
+            endpoint.permits.forbid(block_ids)
+            for inlet in [i for i in endpoint.inlets if i.is_writing(block_ids)]:
+                self._drop(inlet)
+
+    def poll_arrivals(self) -> list[Arrival]:
+        arrivals: list[Arrival] = []
+        budget = MAX_POLL_BYTES
+        for key, _ in self._selector.select(timeout=0):
+            if key.data is None:
+                self._accept()
+            elif budget > 0:
+                inlet: Inlet = key.data
+                budget -= inlet.receive(arrivals, budget)
+                if inlet.is_closed:
+                    self._drop(inlet)
+        return arrivals
+
+    def fence(self, peer_id: str) -> bool:
+        endpoint = self._endpoints.pop(peer_id, None)
+        if endpoint is not None:
+            for inlet in list(endpoint.inlets):
+                self._drop(inlet)
+        return True
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for key in list(self._selector.get_map().values()) if self._selector.get_map() else []:
+            if key.data is not None:
+                self._drop(key.data)
+        self._endpoints.clear()
+        self._listener.close()
+        self._selector.close()
+
+    def _keep(self, connection: SocketConnection) -> SocketConnection:
+        self._connections = [c for c in self._connections if not c.is_closed]
+        self._connections.append(connection)
+        return connection
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:
+            return  # the dialer gave up meanwhile
+        if self._num_inlets >= MAX_INLETS or not self._is_welcome(accepted):
+            accepted.close()
+            return
+        inlet = self.inlet_type(accepted, self.memory, self._find_endpoint)
+        self._num_inlets += 1
+        self._selector.register(accepted, selectors.EVENT_READ, inlet)
+
+    def _is_welcome(self, accepted: socket.socket) -> bool:
+        """Whether this dialer may speak at all."""
+        return True
+
+    def _find_endpoint(self, token: bytes) -> Endpoint | None:
+        for endpoint in self._endpoints.values():
+            if secrets.compare_digest(endpoint.token, token):
+                return endpoint
+        return None
+
+    def _drop(self, inlet: Inlet) -> None:
+        self._selector.unregister(inlet.socket)
+        inlet.close()
+        self._num_inlets -= 1
