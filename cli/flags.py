@@ -96,6 +96,9 @@ _ENGINE_FLAGS = (
     ),
     _Flag("threads", int, "THREADS", "compute threads of one worker; 0: all cores, shared"),
     _Flag("lease_s", float, "SECONDS", "how long a transfer lives without a sign of life"),
+    _Flag(
+        "inject_faults", float, "SHARE", "drill: this share of KV transfer steps fails on purpose"
+    ),
 )
 _WORKER_FLAGS = (
     _Flag("worker_id", str, "ID", "unique in the cluster (default: role, host and a random part)"),

@@ -71,7 +71,7 @@ class DecodeControl:
             epoch=epoch,
             fingerprint=engine.fingerprint,
             transport=self._transport,
-            send=self._links.send,
+            send=data_plane.wrap(self._links.send),
             layout=data_plane.layout,
             encoding=config.kv_wire,
             lease_s=config.lease_s,

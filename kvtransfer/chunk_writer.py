@@ -21,8 +21,6 @@ from mesh.messages import ChunkHeader
 
 MAX_IN_FLIGHT_BYTES = 64 << 20
 """Per receiver."""
-MAX_BACKLOG_BYTES = 128 << 20
-"""Granted and unwritten, per receiver; beyond it no prompts are begun for this receiver."""
 MAX_POLL_BYTES = 32 << 20
 """Per call: a write may copy inside the call, and the control loop must get its turn."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvtransfer.factory import make_transport
+from kvtransfer.faults import Faults, FaultySend, FaultyTransport
 from kvtransfer.layout import BlockLayout, Heads
+from kvtransfer.outbox import Send
 from kvtransfer.pool import BlockMemory
 from kvtransfer.shm_transport import host_id
 from kvtransfer.staging import StagingBlocks
@@ -44,6 +47,12 @@ class DataPlane:
     transport: Transport
     staging: StagingBlocks
     offer: DataPlaneOffer
+    faults: Faults | None
+    """Set for a drill (``inject_faults``)."""
+
+    def wrap(self, send: Send) -> Send:
+        """What a sender or receiver should send with."""
+        return send if self.faults is None else FaultySend(send, self.faults)
 
 
 def open_data_plane(
@@ -77,9 +86,14 @@ def open_data_plane(
         config.transport, memory, config.worker_id, epoch,
         host=config.host, advertise_host=config.advertise_host,
     )  # fmt: skip
+    faults = None
+    if config.inject_faults:
+        faults = Faults(config.inject_faults, zlib.crc32(config.worker_id.encode()))
+        transport = FaultyTransport(transport, faults)
     return DataPlane(
         layout,
         transport,
         StagingBlocks(geometry.num_blocks, config.num_staging_blocks),
         DataPlaneOffer(transports=transport.names, host_id=host_id()),
+        faults,
     )

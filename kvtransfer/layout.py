@@ -30,9 +30,15 @@ class Heads:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """As they go into a Grant."""
+        return self.start, self.stop
+
     def overlap(self, other: Heads) -> Heads:
-        """What both have; its length is not positive where they share nothing."""
-        return Heads(start=max(self.start, other.start), stop=min(self.stop, other.stop))
+        """What both have; empty where they share nothing."""
+        start = max(self.start, other.start)
+        return Heads(start=start, stop=max(start, min(self.stop, other.stop)))
 
     def holds(self, other: Heads) -> bool:
         """Whether ``other`` is a non-empty part of this."""
@@ -171,6 +177,6 @@ def sources_of_rank(
         if sender_rank % copies != rank % copies:
             continue
         shared = heads_of_rank(sender_rank, sender_tensor_parallel, num_heads).overlap(wanted)
-        if len(shared) > 0:
+        if len(shared):
             sources.append((sender_rank, shared))
     return sources

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from mesh.messages import LeaseRenew, TransferMessage
 
 Clock = Callable[[], float]
 
@@ -50,3 +52,14 @@ class RenewalTimer:
             return False
         self._next_s = now_s + self._interval_s
         return True
+
+
+def send_renewals(
+    send: Callable[[str, TransferMessage], bool], granted: Iterable[tuple[str, str]]
+) -> None:
+    """Tell every peer which transfers, given as (peer id, transfer id), are still worked on."""
+    by_peer: dict[str, list[str]] = {}
+    for peer_id, transfer_id in granted:
+        by_peer.setdefault(peer_id, []).append(transfer_id)
+    for peer_id, transfer_ids in by_peer.items():
+        send(peer_id, LeaseRenew(transfer_ids=tuple(transfer_ids)))

@@ -15,7 +15,7 @@ from kvtransfer.errors import WRITE_ABORTED, TransportError, Unreachable
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, ReceiverEvent
 from kvtransfer.grant import MAX_GRANT_BLOCKS
 from kvtransfer.layout import BlockLayout, Heads
-from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer
+from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer, send_renewals
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.receiver_state import Incoming, ReceiveState, ReceiveTrigger
 from kvtransfer.transport import Transport
@@ -220,8 +220,8 @@ class TransferReceiver:
             first_index=incoming.first_index,
             block_ids=incoming.block_ids,
             lease_s=self._lease_s,
-            heads=_pair(incoming.heads),
-            pool_heads=_pair(self._layout.heads) if incoming.heads else None,
+            heads=incoming.heads.bounds if incoming.heads else None,
+            pool_heads=self._layout.heads.bounds if incoming.heads else None,
             encoding=incoming.encoding,
         )
         self._transport.permit(peer_id, incoming.block_ids)
@@ -387,12 +387,8 @@ class TransferReceiver:
             self._fail(incoming, "lease_expired", "the sender gave no sign of life")
 
     def _renew_leases(self) -> None:
-        by_peer: dict[str, list[str]] = {}
-        for incoming in self._incoming.values():
-            if incoming.state is ReceiveState.GRANTED:
-                by_peer.setdefault(incoming.sender.worker_id, []).append(incoming.transfer_id)
-        for peer_id, transfer_ids in by_peer.items():
-            self._send(peer_id, LeaseRenew(transfer_ids=tuple(transfer_ids)))
+        granted = [i for i in self._incoming.values() if i.state is ReceiveState.GRANTED]
+        send_renewals(self._send, [(i.sender.worker_id, i.transfer_id) for i in granted])
 
     # ------------------------------------------------------------------ lookup
 
@@ -402,7 +398,3 @@ class TransferReceiver:
 
     def _of_peer(self, peer_id: str) -> list[Incoming]:
         return [i for i in self._incoming.values() if i.sender.worker_id == peer_id]
-
-
-def _pair(heads: Heads | None) -> tuple[int, int] | None:
-    return None if heads is None else (heads.start, heads.stop)

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtransfer.chunk_writer import MAX_BACKLOG_BYTES, ChunkWriter
+from kvtransfer.backlog import Backlog
+from kvtransfer.chunk_writer import ChunkWriter
 from kvtransfer.errors import WRITE_ABORTED, PeerLost, Unreachable
 from kvtransfer.events import SendDone, SenderEvent, SendFailed
 from kvtransfer.grant import grant_fault, plan_grant
-from kvtransfer.held_grants import HeldGrants
 from kvtransfer.layout import BlockLayout
-from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer
+from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer, send_renewals
+from kvtransfer.not_open import NotOpen
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.sender_state import Outgoing, SendState, SendTrigger
 from kvtransfer.staging import StagingBlocks
-from kvtransfer.tombstones import Tombstones
 from kvtransfer.transport import Transport
 from mesh.messages import (
     Grant,
@@ -84,11 +84,10 @@ class TransferSender:
         )
         self._outbox = Outbox(send, clock, lease_s)
         self._renewal = RenewalTimer(lease_s)
-        self._held = HeldGrants(lease_s / 2)
-        self._tombstones = Tombstones()
+        self._not_open = NotOpen(self._outbox, lease_s / 2)
         self._outgoing: dict[str, Outgoing] = {}
         self._events: list[SenderEvent] = []
-        self._congested: frozenset[str] = frozenset()
+        self._backlog = Backlog()
         self._next_timers_s = 0.0
 
     # ------------------------------------------------------------------ caller
@@ -104,10 +103,9 @@ class TransferSender:
         now_s = self._clock()
         outgoing = Outgoing(transfer_id, receiver_id, Lease(ttl_s, now_s + ttl_s))
         self._outgoing[transfer_id] = outgoing
-        held = self._held.take(transfer_id)
-        word = self._tombstones.get(transfer_id)
-        if isinstance(word, TransferNack):  # D cancelled before the request came
-            self._fail(outgoing, word.code, word.message)
+        held, refusal = self._not_open.take_grant(transfer_id), self._not_open.refusal(transfer_id)
+        if refusal is not None:  # D cancelled before the request came
+            self._fail(outgoing, refusal.code, refusal.message)
         elif held is not None:
             self._on_grant(held[0], held[1])
 
@@ -136,15 +134,7 @@ class TransferSender:
         if outgoing is None or outgoing.state is SendState.DRAINING:
             return
         parts = range(self._num_parts) if part is None else (part,)
-        indices = range(first_index, first_index + len(block_ids))
-        new = {(index, each) for index in indices for each in parts}
-        if outgoing.done is not None or first_index < 0 or not outgoing.submitted.isdisjoint(new):
-            raise ValueError(f"blocks {indices} were submitted before, or after finish")
-        outgoing.submitted |= new
-        for each in parts:
-            outgoing.pending.extend(
-                (each, index, block) for index, block in zip(indices, block_ids, strict=True)
-            )
+        outgoing.submit(first_index, block_ids, parts)
         self._match_grant(outgoing)
 
     def finish(self, transfer_id: str, *, first_token_id: int, finished: bool) -> None:
@@ -185,9 +175,7 @@ class TransferSender:
     def on_message(self, receiver_id: str, message: TransferMessage) -> None:
         """One control message from a decode worker; what does not fit is ignored or refused."""
         if isinstance(message, Grant):
-            # A held grant for an older endpoint would bring the dead route back when expected.
-            for transfer_id in self._held.take_other_addresses(receiver_id, message.address):
-                self._nack(receiver_id, transfer_id, "superseded", "the endpoint was replaced")
+            self._not_open.on_address(receiver_id, message.address)
             self._on_grant(receiver_id, message)
         elif isinstance(message, TransferCancel):
             self._on_cancel(receiver_id, message.transfer_id)
@@ -202,7 +190,7 @@ class TransferSender:
     def on_peer_down(self, receiver_id: str) -> None:
         """The link to a receiver is gone: everything for it ends, its connection is torn down."""
         self._outbox.drop(receiver_id)
-        self._held.drop_receiver(receiver_id)
+        self._not_open.drop_receiver(receiver_id)
         self._drop_peer(receiver_id, "peer_down", f"lost the decode worker {receiver_id}")
 
     def poll(self) -> list[SenderEvent]:
@@ -224,25 +212,11 @@ class TransferSender:
     @property
     def num_open(self) -> int:
         """Expected transfers without SendDone or SendFailed, and grants held for one."""
-        return len(self._outgoing) + len(self._held)
+        return len(self._outgoing) + len(self._not_open)
 
     def congested_receivers(self) -> frozenset[str]:
-        """Receivers before which more computed KV waits than their link carries at once.
-
-        A receiver stays in it until half of that is gone.
-        """
-        backlog: dict[str, int] = {}
-        for outgoing in self._outgoing.values():
-            if outgoing.state is SendState.WRITING and outgoing.plan is not None:
-                part_bytes = len(outgoing.plan.local) * outgoing.plan.stride // self._num_parts
-                waiting = len(outgoing.pending) * part_bytes
-                backlog[outgoing.receiver_id] = backlog.get(outgoing.receiver_id, 0) + waiting
-        self._congested = frozenset(
-            receiver_id
-            for receiver_id, num_bytes in backlog.items()
-            if num_bytes > MAX_BACKLOG_BYTES // (2 if receiver_id in self._congested else 1)
-        )
-        return self._congested
+        """Receivers for which no more prompts should be begun now, see ``Backlog``."""
+        return self._backlog.congested(self._outgoing.values())
 
     # ------------------------------------------------------------------ messages
 
@@ -251,9 +225,12 @@ class TransferSender:
         outgoing = self._outgoing.get(transfer_id)
         fault = grant_fault(grant, self._fingerprint, self._transport)
         if outgoing is None:
-            self._answer_unexpected_grant(receiver_id, grant, fault)
+            self._not_open.on_grant(receiver_id, grant, fault, self._clock())
         elif outgoing.receiver_id != receiver_id:
-            self._nack(receiver_id, transfer_id, "wrong_receiver", "granted by another worker")
+            nack = TransferNack(
+                transfer_id=transfer_id, code="wrong_receiver", message="granted by another worker"
+            )
+            self._outbox.post(receiver_id, nack)
         elif outgoing.grant is not None:
             if outgoing.grant != grant:
                 self._fail(outgoing, "duplicate_grant", "a second, different grant")
@@ -272,26 +249,10 @@ class TransferSender:
             self._match_grant(outgoing)
             self._advance(outgoing)
 
-    def _answer_unexpected_grant(
-        self, receiver_id: str, grant: Grant, fault: tuple[str, str] | None
-    ) -> None:
-        word = self._tombstones.get(grant.transfer_id)
-        if word is not None:
-            self._outbox.post(receiver_id, word)
-        elif fault is not None:
-            self._nack(receiver_id, grant.transfer_id, *fault)
-        elif not self._held.add(receiver_id, grant, self._clock()):
-            self._nack(receiver_id, grant.transfer_id, "unknown", "too many grants are waiting")
-
     def _on_cancel(self, receiver_id: str, transfer_id: str) -> None:
         outgoing = self._outgoing.get(transfer_id)
         if outgoing is None:
-            self._held.take(transfer_id)
-            word = self._tombstones.get(transfer_id)
-            if isinstance(word, TransferNack):
-                self._outbox.post(receiver_id, word)
-            else:
-                self._nack(receiver_id, transfer_id, "cancelled", "cancelled by its receiver")
+            self._not_open.on_cancel(receiver_id, transfer_id)
         elif outgoing.receiver_id == receiver_id:
             if outgoing.state is SendState.DRAINING:
                 return  # the Nack follows when drained
@@ -302,11 +263,7 @@ class TransferSender:
         """D still waits for it; where the final word was said, it got lost: say it again."""
         outgoing = self._outgoing.get(transfer_id)
         if outgoing is None:
-            word = self._tombstones.get(transfer_id)
-            if word is not None:
-                self._outbox.post(receiver_id, word)
-            elif transfer_id not in self._held:
-                self._nack(receiver_id, transfer_id, "unknown", "no grant of it came")
+            self._not_open.on_renewal(receiver_id, transfer_id)
         elif outgoing.receiver_id == receiver_id and outgoing.state in _GRANTED:
             outgoing.lease.renew(self._clock())
             if outgoing.state is SendState.AWAIT_ACK and outgoing.done is not None:
@@ -330,10 +287,7 @@ class TransferSender:
         grant = outgoing.grant
         if grant is None:
             return
-        if any(index < grant.first_index for _, index, _ in outgoing.pending):
-            kept = [entry for entry in outgoing.pending if entry[1] >= grant.first_index]
-            outgoing.pending.clear()
-            outgoing.pending.extend(kept)
+        outgoing.drop_below(grant.first_index)
         if not outgoing.covers(grant):
             self._fail(outgoing, "grant_too_small", "more blocks were computed than granted")
 
@@ -405,7 +359,7 @@ class TransferSender:
         del self._outgoing[outgoing.transfer_id]
         if outgoing.failure is None:
             assert outgoing.done is not None
-            self._tombstones.add(outgoing.transfer_id, outgoing.done)
+            self._not_open.add_last_word(outgoing.transfer_id, outgoing.done)
             self._events.append(
                 SendDone(
                     outgoing.transfer_id,
@@ -417,28 +371,21 @@ class TransferSender:
             return
         code, message = outgoing.failure
         nack = TransferNack(transfer_id=outgoing.transfer_id, code=code, message=message)
-        self._tombstones.add(outgoing.transfer_id, nack)
+        self._not_open.add_last_word(outgoing.transfer_id, nack)
         if outgoing.grant is not None and code != "peer_down":
             self._outbox.post(outgoing.receiver_id, nack)
         self._events.append(SendFailed(outgoing.transfer_id, code, message))
 
-    def _nack(self, receiver_id: str, transfer_id: str, code: str, message: str) -> None:
-        """Refuse a transfer that is not open here; once said, it stays refused."""
-        nack = TransferNack(transfer_id=transfer_id, code=code, message=message)
-        self._outbox.post(receiver_id, nack)
-        if transfer_id not in self._outgoing:
-            self._tombstones.add(transfer_id, nack)
-
     # ------------------------------------------------------------------ timers
 
     def _run_timers(self, now_s: float) -> None:
-        for receiver_id, grant in self._held.take_expired(now_s):
-            self._nack(receiver_id, grant.transfer_id, "unknown", "no prefill request came for it")
+        self._not_open.expire(now_s)
         for outgoing in list(self._outgoing.values()):
             if outgoing.lease.is_expired(now_s):
                 self._on_lease_end(outgoing)
         if self._renewal.is_due(now_s):
-            self._renew_leases()
+            granted = [o for o in self._outgoing.values() if o.state in _GRANTED]
+            send_renewals(self._send, [(o.receiver_id, o.transfer_id) for o in granted])
 
     def _on_lease_end(self, outgoing: Outgoing) -> None:
         if outgoing.state is SendState.EXPECTED:
@@ -450,14 +397,6 @@ class TransferSender:
         elif outgoing.state is SendState.DRAINING and outgoing.in_flight:
             # A frozen receiver never takes the write; only tearing the connection down ends it.
             self._drop_peer(outgoing.receiver_id, "peer_lost", "a write did not end in time")
-
-    def _renew_leases(self) -> None:
-        by_peer: dict[str, list[str]] = {}
-        for outgoing in self._outgoing.values():
-            if outgoing.state in _GRANTED:
-                by_peer.setdefault(outgoing.receiver_id, []).append(outgoing.transfer_id)
-        for receiver_id, transfer_ids in by_peer.items():
-            self._send(receiver_id, LeaseRenew(transfer_ids=tuple(transfer_ids)))
 
     def _find(self, receiver_id: str, transfer_id: str) -> Outgoing | None:
         outgoing = self._outgoing.get(transfer_id)

@@ -13,6 +13,7 @@ EXPECTED ──Grant──▶ WRITING ──finished, every granted block writte
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -105,6 +106,27 @@ class Outgoing:
     def move(self, trigger: SendTrigger) -> None:
         """Take one transition; raises IllegalTransition."""
         self.state = SEND_TRANSITIONS.next(self.state, trigger)
+
+    def submit(self, first_index: int, block_ids: Sequence[int], parts: Sequence[int]) -> None:
+        """Have these parts of the blocks written.
+
+        Raises:
+            ValueError: one was submitted before, or after ``finish``.
+        """
+        indices = range(first_index, first_index + len(block_ids))
+        new = {(index, part) for index in indices for part in parts}
+        if self.done is not None or first_index < 0 or not self.submitted.isdisjoint(new):
+            raise ValueError(f"blocks {indices} were submitted before, or after finish")
+        self.submitted |= new
+        for part in parts:
+            self.pending.extend(
+                (part, index, block) for index, block in zip(indices, block_ids, strict=True)
+            )
+
+    def drop_below(self, first_index: int) -> None:
+        """Forget pending blocks that the receiver has already."""
+        if any(index < first_index for _, index, _ in self.pending):
+            self.pending = deque(entry for entry in self.pending if entry[1] >= first_index)
 
     def covers(self, grant: Grant) -> bool:
         """Whether everything submitted lies below the end of the grant."""

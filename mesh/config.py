@@ -123,6 +123,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File through which workers on one machine share its cores; empty: with none."""
     lease_s: float = 10.0
     """Seconds P keeps blocks pinned, and D keeps a grant open, without a sign of life."""
+    inject_faults: float = 0.0
+    """Drill: the share of KV writes and transfer messages that go wrong on purpose."""
     log_level: LogLevel = "info"
     """Least severe log records written."""
 
@@ -155,6 +157,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_choice("kv_wire", self.kv_wire, KV_WIRES)
         _check_range("threads", self.threads, 0, 1024)
         _check_range("lease_s", self.lease_s, 0.1, 3600)
+        _check_range("inject_faults", self.inject_faults, 0, 0.5)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
 
     @property

@@ -63,7 +63,7 @@ class PrefillControl:
             epoch=epoch,
             fingerprint=engine.fingerprint,
             transport=self._transport,
-            send=self._host.server.send,
+            send=data_plane.wrap(self._host.server.send),
             layout=data_plane.layout,
             num_parts=config.kv_layer_groups,
             staging=data_plane.staging,

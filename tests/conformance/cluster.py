@@ -6,15 +6,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, SendDone, SendFailed
 from kvtransfer.factory import make_transport
 from kvtransfer.inproc_transport import InprocFabric
+from kvtransfer.layout import BlockLayout
 from kvtransfer.pool import BlockMemory
 from kvtransfer.receiver import TransferReceiver
 from kvtransfer.sender import TransferSender
+from kvtransfer.staging import StagingBlocks
 from kvtransfer.transport import Transport
 from mesh import codec
 from mesh.messages import AnyMessage, PeerRef
@@ -83,8 +86,11 @@ class Cluster:
         self._retired: list[Node] = []
         self._rng = np.random.default_rng()
 
-    def add_sender(self, worker_id: str, epoch: int = 1) -> Node:
-        node = self._add(worker_id, epoch)
+    def add_sender(
+        self, worker_id: str, epoch: int = 1, *, layout: BlockLayout | None = None,
+        num_staging: int = 0, **options: Any,
+    ) -> Node:  # fmt: skip
+        node = self._add(worker_id, epoch, layout, num_staging)
         self._rng_fill(node)
         node.role = TransferSender(
             worker_id=worker_id,
@@ -92,13 +98,18 @@ class Cluster:
             fingerprint=FINGERPRINT,
             transport=node.transport,
             send=lambda peer, message: self._send(worker_id, peer, message),
+            layout=layout,
+            staging=StagingBlocks(NUM_BLOCKS, num_staging),
             lease_s=LEASE_S,
             clock=self.clock,
+            **options,
         )
         return node
 
-    def add_receiver(self, worker_id: str, epoch: int = 1) -> Node:
-        node = self._add(worker_id, epoch)
+    def add_receiver(
+        self, worker_id: str, epoch: int = 1, *, layout: BlockLayout | None = None, **options: Any
+    ) -> Node:
+        node = self._add(worker_id, epoch, layout)
         np.frombuffer(node.memory.buffer, np.uint8)[:] = POISON
         node.role = TransferReceiver(
             worker_id=worker_id,
@@ -106,8 +117,10 @@ class Cluster:
             fingerprint=FINGERPRINT,
             transport=node.transport,
             send=lambda peer, message: self._send(worker_id, peer, message),
+            layout=layout,
             lease_s=LEASE_S,
             clock=self.clock,
+            **options,
         )
         return node
 
@@ -169,8 +182,11 @@ class Cluster:
         self.wire.append((source, target, codec.encode(message)))
         return True
 
-    def _add(self, worker_id: str, epoch: int) -> Node:
-        memory = BlockMemory.allocate(NUM_BLOCKS, BLOCK_BYTES)
+    def _add(
+        self, worker_id: str, epoch: int, layout: BlockLayout | None, num_staging: int = 0
+    ) -> Node:
+        block_bytes = BLOCK_BYTES if layout is None else layout.block_bytes
+        memory = BlockMemory.allocate(NUM_BLOCKS + num_staging, block_bytes)
         transport = make_transport(
             self.transport_name, memory, worker_id, epoch, fabric=self.fabric
         )

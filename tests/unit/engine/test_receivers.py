@@ -93,3 +93,15 @@ def test_least_urgent_held_sequence_yields_to_a_granted_one() -> None:
     plan = _compute(scheduler)
     assert plan.displaced is None
     assert [chunk.sequence for chunk in plan.chunks] == [large]
+
+
+def test_prompts_for_a_congested_link_wait_and_let_others_pass() -> None:
+    scheduler = _scheduler(8)
+    congested = _sequence("congested", 2, arrival_s=0, granted=True)
+    congested.is_held_back = True
+    other = _sequence("other", 2, arrival_s=9, granted=True)
+    scheduler.add(congested)
+    scheduler.add(other)
+    assert [chunk.sequence for chunk in _compute(scheduler).chunks] == [other]
+    congested.is_held_back = False
+    assert [chunk.sequence for chunk in _compute(scheduler).chunks] == [congested]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from gateway.attempt import Attempt
 from gateway.cluster import Cluster, Worker
-from mesh.errors import PdmeshError, WorkerLost
+from gateway.router import Pair
+from mesh.errors import IncompatiblePeer, PdmeshError, WorkerLost
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
@@ -217,3 +218,27 @@ async def test_storm(client: Client, cluster: ScriptedCluster, script: Script, s
     await wait_until(lambda: cluster.frontend.num_open_requests == 0)
     await wait_until(lambda: all(not worker.legs for worker in cluster.cluster.workers))
     await wait_until(lambda: all(not worker.num_running for worker in cluster.workers))
+
+
+def test_a_pair_that_refuses_each_other_is_noted() -> None:
+    cluster = Cluster(gateway_id="g", epoch=1, model="m")
+    workers = {"p": make_worker("p"), "d": make_worker("d")}
+    owner = Owner()
+    attempt = Attempt(cluster, owner, prefill=workers["p"], decode=workers["d"], base=0)
+    attempt.start(
+        request_id="r",
+        token_ids=(1,),
+        num_prompt_tokens=1,
+        sampling=SamplingParams(max_tokens=3),
+        ttl_s=1.0,
+        priority=0,
+        cache_salt="",
+        slo_class="interactive",
+    )
+    failed = RequestFailed(
+        request_id="r", transfer_id=attempt.transfer_id,
+        code="incompatible_peer", message="layouts differ", retryable=True,
+    )  # fmt: skip
+    attempt.on_failed("d", failed)
+    assert [type(error) for error in owner.failures] == [IncompatiblePeer]
+    assert cluster._incompatible == {Pair("p", "d")}

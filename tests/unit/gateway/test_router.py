@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.router import MAX_WAITING_PER_SEQ, Candidate, Need, Unseen, choose, has_pair
+from gateway.router import MAX_WAITING_PER_SEQ, Candidate, Need, Pair, Unseen, choose, has_pair
 from mesh.errors import ContextTooLong, Overloaded, Unavailable
 from mesh.messages import LoadSnapshot, Role, WorkerInfo
 
@@ -65,7 +65,7 @@ workers = st.lists(
         st.uuids().map(str),
         st.sampled_from(["prefill", "decode"]),
         fingerprint=st.sampled_from("ab"),
-        transport=st.sampled_from(["tcp", "ucx"]),
+        transport=st.sampled_from(["tcp", "ucx", "auto"]),
         max_model_len=st.sampled_from([150, 8192]),
         blocks=st.sampled_from([2, 10, 1000]),
         running=st.integers(0, 8),
@@ -93,7 +93,8 @@ def test_a_chosen_pair_can_serve_the_request(
     prefill, decode = by_id[pair.prefill_id], by_id[pair.decode_id]
     assert (prefill.info.role, decode.info.role) == ("prefill", "decode")
     assert prefill.info.fingerprint == decode.info.fingerprint
-    assert prefill.info.transport == decode.info.transport
+    transports = {prefill.info.transport, decode.info.transport}
+    assert len(transports) == 1 or "auto" in transports
     for worker, tokens in ((prefill, num_prompt), (decode, need.num_total_tokens)):
         assert tokens <= worker.info.max_model_len
         assert tokens <= worker.info.kv_blocks_total * 16
@@ -201,3 +202,17 @@ def test_ready_needs_a_matching_pair() -> None:
     assert not has_pair([prefill, candidate("d", "decode", fingerprint="b")])
     assert not has_pair([prefill, candidate("d", "decode", transport="ucx")])
     assert not has_pair([prefill, candidate("d", "decode", draining=True)])
+
+
+def test_pairs_that_refused_each_other_are_not_chosen_again() -> None:
+    p0, p1 = candidate("p0", "prefill"), candidate("p1", "prefill", queued_tokens=1000)
+    d0, d1 = candidate("d0", "decode"), candidate("d1", "decode", running=5)
+    everyone = [p0, p1, d0, d1]
+    assert choose(everyone, NEED) == ("p0", "d0")
+    assert choose(everyone, NEED, incompatible={Pair("p0", "d0")}) == ("p1", "d0")
+    refused = {Pair("p0", "d0"), Pair("p1", "d0")}
+    assert choose(everyone, NEED, incompatible=refused) == ("p0", "d1")
+    assert has_pair([p0, d0, d1], refused)
+    assert not has_pair([p0, d0], refused)
+    with pytest.raises(Unavailable):
+        choose([p0, d0], NEED, incompatible=refused)

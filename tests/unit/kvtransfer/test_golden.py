@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgpack
 import pytest
+import xxhash
 
 from kvtransfer.address import pack_address, unpack_address
 from kvtransfer.frame import FRAME_VERSION, GREETING, MAGIC, RECEIPT, pack_frame_head
 from kvtransfer.pieces import PieceSize
 from kvtransfer.pool import BlockMemory
 from mesh import codec
-from mesh.errors import VersionMismatch
+from mesh.errors import ProtocolError, VersionMismatch
 from mesh.messages import (
     AnyMessage,
     ChunkHeader,
@@ -41,8 +42,8 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
             *("grant", "t-1", "f0", 1 << 60, "ucx", b"\x00\xff", 2, [5, 300, 70000], 10.0),
             *([2, 4], [0, 4], "int8"),
         ],
-        "92029ca56772616e74a3742d31a26630cf1000000000000000a3756378c40200ff029305cd012cce00011170"
-        "cb4024000000000000920204920004a4696e7438",
+        "93029ca56772616e74a3742d31a26630cf1000000000000000a3756378c40200ff029305cd012cce00011170"
+        "cb4024000000000000920204920004a4696e7438cff5c74bd0171ca0b6",
     ),
     (
         ChunkHeader(
@@ -61,24 +62,29 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
             encoding="",
         ),
         ["chunk", "t-1", 7, 8, 0, 3, 16, 2, 1474560, (1 << 64) - 1, 6144, 1, 2, ""],
-        "92029ea56368756e6ba3742d31070800031002ce00168000cfffffffffffffffffcd18000102a0",
+        "93029ea56368756e6ba3742d31070800031002ce00168000cfffffffffffffffffcd18000102a0"
+        "cffa7286159af09af2",
     ),
     (
         PrefillDone(transfer_id="t-1", first_token_id=42, finished=False, num_chunks=4),
         ["prefill-done", "t-1", 42, False, 4],
-        "920295ac70726566696c6c2d646f6e65a3742d312ac204",
+        "930295ac70726566696c6c2d646f6e65a3742d312ac204cf2c7ab548eea12732",
     ),
-    (TransferAck(transfer_id="t-1"), ["ack", "t-1"], "920292a361636ba3742d31"),
-    (TransferCancel(transfer_id="t-1"), ["cancel", "t-1"], "920292a663616e63656ca3742d31"),
+    (TransferAck(transfer_id="t-1"), ["ack", "t-1"], "930292a361636ba3742d31cfeb62343a8e032267"),
+    (
+        TransferCancel(transfer_id="t-1"),
+        ["cancel", "t-1"],
+        "930292a663616e63656ca3742d31cff12953fe3b1183d7",
+    ),
     (
         TransferNack(transfer_id="t-1", code="unknown", message="no"),
         ["nack", "t-1", "unknown", "no"],
-        "920294a46e61636ba3742d31a7756e6b6e6f776ea26e6f",
+        "930294a46e61636ba3742d31a7756e6b6e6f776ea26e6fcfe46ce427484f8119",
     ),
     (
         LeaseRenew(transfer_ids=("t-1", "t-2")),
         ["lease", ["t-1", "t-2"]],
-        "920292a56c6561736592a3742d31a3742d32",
+        "930292a56c6561736592a3742d31a3742d32cfa05e9c2634d7e9ad",
     ),
 ]
 
@@ -86,7 +92,9 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
 @pytest.mark.parametrize(("message", "fields", "golden"), GOLDEN, ids=lambda v: type(v).__name__)
 def test_golden_bytes(message: AnyMessage, fields: list[object], golden: str) -> None:
     assert codec.encode(message).hex() == golden
-    assert msgpack.unpackb(bytes.fromhex(golden)) == [2, fields]
+    version, read_back, checksum = msgpack.unpackb(bytes.fromhex(golden))
+    assert (version, read_back) == (2, fields)
+    assert checksum == xxhash.xxh3_64_intdigest(msgpack.packb(fields))
     assert codec.decode(bytes.fromhex(golden)) == message
 
 
@@ -120,3 +128,16 @@ VERSION_1 = (
 def test_a_peer_of_version_1_is_refused_by_its_version(data: str) -> None:
     with pytest.raises(VersionMismatch, match="peer speaks version 1"):
         codec.decode(bytes.fromhex(data))
+
+
+@pytest.mark.parametrize("golden", [golden for _, _, golden in GOLDEN])
+def test_no_changed_bit_and_no_cut_is_accepted(golden: str) -> None:
+    whole = bytes.fromhex(golden)
+    for bit in range(len(whole) * 8):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolError):
+            codec.decode(bytes(changed))
+    for length in range(len(whole)):
+        with pytest.raises(ProtocolError):
+            codec.decode(whole[:length])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
+from kvtransfer.layout import BlockLayout, Heads
 from kvtransfer.pool import BlockMemory
 from kvtransfer.receiver import TransferReceiver
 from kvtransfer.sender import TransferSender
@@ -27,6 +28,7 @@ from tests.unit.kvtransfer.simulated_transport import (
 )
 
 NUM_BLOCKS = 24
+LAYOUT = BlockLayout(num_rows=2, heads=Heads(start=0, stop=1), head_bytes=4)
 LEASE_S = 10.0
 FAULTS = (
     "cancel by d",
@@ -54,7 +56,7 @@ class TransferMachine(RuleBasedStateMachine):
             for side in "pd"
         }
         for block_id in range(NUM_BLOCKS):
-            self.memory["p"].block(block_id)[:] = (block_id + 1).to_bytes(8, "little")
+            self.memory["p"].block(block_id)[:] = (block_id + 1).to_bytes(4, "little") * 2
         self.wire: list[tuple[str, AnyMessage]] = []
         self.names = (f"t{i}" for i in itertools.count())
         self.free = set(range(NUM_BLOCKS))
@@ -68,6 +70,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.finished: set[str] = set()
         self.is_frozen = False
         self.p_epoch = 0
+        self.num_parts = 1
         transport = SimulatedTransport(self.memory["d"], self.network, self.check_landing)
         self.d = TransferReceiver(
             worker_id="d",
@@ -75,6 +78,7 @@ class TransferMachine(RuleBasedStateMachine):
             fingerprint="f",
             transport=transport,
             send=lambda peer, message: self.send("p", message),
+            layout=LAYOUT,
             lease_s=LEASE_S,
             clock=lambda: self.now_s,
         )
@@ -85,6 +89,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     def restart_p(self) -> None:
         self.p_epoch += 1
+        self.num_parts = 1 + self.p_epoch % 2
         self.expected.clear()
         self.ended_p.clear()
         self.submitted.clear()
@@ -96,6 +101,8 @@ class TransferMachine(RuleBasedStateMachine):
             fingerprint="f",
             transport=SimulatedTransport(self.memory["p"], self.network),
             send=lambda peer, message: self.send("d", message),
+            layout=LAYOUT,
+            num_parts=self.num_parts,
             lease_s=LEASE_S,
             clock=lambda: self.now_s,
         )
@@ -155,7 +162,11 @@ class TransferMachine(RuleBasedStateMachine):
         stop = min(start + count, first_index + len(blocks))
         local = [(pick + i) % NUM_BLOCKS for i in range(start, stop)]
         self.submitted[transfer_id] += local
-        self.p.submit(transfer_id, start, local)
+        if self.num_parts == 2 and pick % 2:
+            for part in (pick // 2 % 2, 1 - pick // 2 % 2):
+                self.p.submit(transfer_id, start, local, part)
+        else:
+            self.p.submit(transfer_id, start, local)
 
     @precondition(lambda self: not self.is_frozen)
     @rule(pick=PICK)
@@ -222,7 +233,7 @@ class TransferMachine(RuleBasedStateMachine):
             arrivals.pop(pick % len(arrivals))
         elif fault == "corrupt" and self.network.on_the_way:
             write = self.network.on_the_way[pick % len(self.network.on_the_way)]
-            write.pairs[-1] = (b"corrupt!", write.pairs[-1][1])
+            write.pairs[-1] = (b"corrupt!"[: write.size.num_bytes], write.pairs[-1][1])
         elif fault in ("freeze", "wake"):
             self.is_frozen = fault == "freeze"
         elif fault == "link falls":

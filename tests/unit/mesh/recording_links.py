@@ -2,7 +2,7 @@
 
 from mesh.errors import PdmeshError
 from mesh.links import WorkerLink, WorkerServer
-from mesh.messages import AnyMessage, PeerRef
+from mesh.messages import AnyMessage, DataPlaneOffer, PeerRef
 
 EPOCH = 7
 
@@ -10,7 +10,9 @@ EPOCH = 7
 class Server:
     """A WorkerServer that records what it is told."""
 
-    def __init__(self, *, worker_id: str = "w0", epoch: int = EPOCH) -> None:
+    def __init__(
+        self, *, worker_id: str = "w0", epoch: int = EPOCH, offer: DataPlaneOffer | None = None
+    ) -> None:
         self.messages: list[tuple[str, AnyMessage]] = []
         self.down: list[str] = []
         self.links = WorkerServer(
@@ -18,6 +20,7 @@ class Server:
             worker_id=worker_id,
             epoch=epoch,
             fingerprint="layout-a",
+            offer=offer,
             on_message=lambda peer, message: self.messages.append((peer, message)),
             on_peer_down=self.down.append,
         )
@@ -31,8 +34,9 @@ class Dialer:
     """A WorkerLink that records what it is told."""
 
     def __init__(
-        self, remote: PeerRef, *, peer_id: str = "g0", epoch: int = 1, fingerprint: str = ""
-    ) -> None:
+        self, remote: PeerRef, *, peer_id: str = "g0", epoch: int = 1, fingerprint: str = "",
+        offer: DataPlaneOffer | None = None,
+    ) -> None:  # fmt: skip
         self.messages: list[AnyMessage] = []
         self.down: list[PdmeshError] = []
         self.link = WorkerLink(
@@ -40,6 +44,7 @@ class Dialer:
             epoch=epoch,
             remote=remote,
             fingerprint=fingerprint,
+            offer=offer,
             on_message=self.messages.append,
             on_down=self.down.append,
         )

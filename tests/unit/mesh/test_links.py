@@ -13,6 +13,7 @@ from mesh import metrics
 from mesh.codec import MAX_MESSAGE_BYTES, decode, encode
 from mesh.errors import (
     ConfigError,
+    IncompatiblePeer,
     MessageTooLarge,
     ProtocolError,
     VersionMismatch,
@@ -20,7 +21,16 @@ from mesh.errors import (
 )
 from mesh.link_socket import HIGH_WATER_MARK
 from mesh.links import SILENCE_S
-from mesh.messages import AnyMessage, Hello, PeerRef, Ping, Refused, StatusRequest, TransferNack
+from mesh.messages import (
+    AnyMessage,
+    DataPlaneOffer,
+    Hello,
+    PeerRef,
+    Ping,
+    Refused,
+    StatusRequest,
+    TransferNack,
+)
 from tests.unit.mesh.recording_links import EPOCH, Dialer, Server
 from tests.unit.mesh.until import until
 
@@ -279,7 +289,7 @@ async def test_an_oversized_frame_costs_its_sender_the_connection(
 async def test_another_version_is_refused_and_raises_at_the_dialer(
     server: Server, rogue: zmq.Socket[bytes]
 ) -> None:
-    rogue.send(b"\x92\x63" + encode(Hello(peer_id="g9", epoch=1))[2:])
+    rogue.send(b"\x93\x63" + encode(Hello(peer_id="g9", epoch=1))[2:])
     await until(lambda: rogue.poll(0))
     reply = decode(rogue.recv())
     assert isinstance(reply, Refused)
@@ -353,3 +363,30 @@ async def test_a_taken_port_is_a_config_error(server: Server) -> None:
     other.links.endpoint = server.links.endpoint
     with pytest.raises(ConfigError, match="cannot bind"):
         await other.links.start()
+
+
+OFFER = DataPlaneOffer(transports=("shm", "tcp"), host_id="here")
+
+
+async def test_both_ends_hear_what_the_other_moves_kv_over() -> None:
+    server = Server(offer=OFFER)
+    await server.links.start()
+    dialer = Dialer(server.ref, offer=DataPlaneOffer(transports=("tcp",), host_id="there"))
+    try:
+        await dialer.link.connect()
+        assert dialer.link.remote_offer == OFFER
+    finally:
+        await dialer.link.close()
+        await server.links.close()
+
+
+async def test_a_dialer_without_a_common_transport_is_refused_with_the_reason() -> None:
+    server = Server(offer=OFFER)
+    await server.links.start()
+    dialer = Dialer(server.ref, offer=DataPlaneOffer(transports=("ucx",), host_id="here"))
+    try:
+        with pytest.raises(IncompatiblePeer, match=r"reads KV over ucx.*writes over shm, tcp"):
+            await dialer.link.connect()
+    finally:
+        await dialer.link.close()
+        await server.links.close()

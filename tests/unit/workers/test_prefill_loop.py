@@ -10,6 +10,7 @@ from engine.scheduler import DISPLACE_AFTER_S
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from mesh.messages import PeerRef, PrefillRequest, SamplingParams
 from prefill_worker.loop import (
+    Congestion,
     Expect,
     FinishTransfer,
     Granted,
@@ -261,3 +262,35 @@ def test_a_granted_prompt_displaces_one_that_nobody_takes(tiny_llama: TinyLlama)
     assert worker.num_used == 4
     worker.loop.handle(TransferEnded("idle", "cancelled"))
     assert of_type(worker.step(), Tokens)[0].outputs[0].transfer_id == "early"
+
+
+@pytest.mark.parametrize("budget", [20, 512])
+def test_groups_of_layers_leave_during_the_forward(tiny_llama: TinyLlama, budget: int) -> None:
+    worker = Worker(tiny_llama, kv_layer_groups=2, max_batched_tokens=budget)
+    worker.loop = PrefillLoop(worker.engine, 2)
+    during: list[Any] = []
+    worker.loop.emit = during.extend
+    prompt = random_prompt(37, seed=91)
+    worker.submit("a", prompt)
+    after: list[Any] = []
+    while not of_type(after, FinishTransfer):
+        after += worker.step()
+    assert not of_type(after, SendBlocks), "nothing is left for the end of a step"
+    assert isinstance(during[0], Expect)
+    sent = of_type(during, SendBlocks)
+    offered = {
+        (event.first_index + i, event.part) for event in sent for i in range(len(event.block_ids))
+    }
+    assert sorted(offered) == [(block, part) for block in range(3) for part in range(2)]
+    assert sum(len(event.block_ids) for event in sent) == 6, "something was offered twice"
+    by_part = [[event.first_index for event in sent if event.part == part] for part in range(2)]
+    assert by_part[0] == by_part[1]
+
+
+def test_congestion_holds_back_prompts_of_that_receiver(tiny_llama: TinyLlama) -> None:
+    worker = Worker(tiny_llama)
+    worker.loop.handle(Congestion(frozenset({"d"})))
+    worker.submit("a", random_prompt(20, seed=60))
+    assert not of_type(worker.step(), Tokens)
+    worker.loop.handle(Congestion(frozenset({"another"})))
+    assert of_type(worker.step(), Tokens)

@@ -15,10 +15,15 @@ import prefill_worker.loop as p
 from engine.engine import Engine
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, SendFailed
-from kvtransfer.inproc_transport import InprocFabric, InprocTransport
+from kvtransfer.factory import make_transport
+from kvtransfer.faults import Faults, FaultySend, FaultyTransport
+from kvtransfer.inproc_transport import InprocFabric
+from kvtransfer.layout import BlockLayout, Heads
+from kvtransfer.outbox import Send
 from kvtransfer.pool import BlockMemory
 from kvtransfer.receiver import TransferReceiver
 from kvtransfer.sender import TransferSender
+from kvtransfer.transport import Transport
 from mesh.errors import TransferFailed
 from mesh.messages import (
     DecodeRequest,
@@ -40,12 +45,15 @@ LEASE_S = 10.0
 class WorkerPair:
     """What a gateway would have heard is in ``outputs`` and ``failures``, by transfer."""
 
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
+    def __init__(
+        self, prefill: Engine, decode: Engine, *, transport: str = "inproc",
+        faults: Faults | None = None, layer_groups: int = 1,
+    ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.engines = (prefill, decode)
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.failures: dict[str, list[RequestFailed]] = {}
-        self.p_loop, self.d_loop = p.PrefillLoop(prefill), d.DecodeLoop(decode)
+        self.p_loop, self.d_loop = p.PrefillLoop(prefill, layer_groups), d.DecodeLoop(decode)
         self.p_inbox: deque[p.Command] = deque()
         self.d_inbox: deque[d.Command] = deque()
         self.p_events: deque[p.Event] = deque()
@@ -60,16 +68,28 @@ class WorkerPair:
             "lease_s": LEASE_S,
             "clock": lambda: self.now_s,
         }
+        transports: list[Transport] = [
+            make_transport(transport, _memory(engine), name, 1, fabric=fabric)
+            for name, engine in (("p", prefill), ("d", decode))
+        ]
+        sends: list[Send] = [_appending(self.to_d), _appending(self.to_p)]
+        if faults is not None:
+            transports = [FaultyTransport(inner, faults) for inner in transports]
+            sends = [FaultySend(inner, faults) for inner in sends]
+        self.transports = transports
         self.sender = TransferSender(
             worker_id="p",
-            transport=InprocTransport(_memory(prefill), fabric=fabric),
-            send=_appending(self.to_d),
+            transport=transports[0],
+            send=sends[0],
+            layout=_layout(prefill),
+            num_parts=layer_groups,
             **common,
         )
         self.receiver = TransferReceiver(
             worker_id="d",
-            transport=InprocTransport(_memory(decode), fabric=fabric),
-            send=_appending(self.to_p),
+            transport=transports[1],
+            send=sends[1],
+            layout=_layout(decode),
             **common,
         )
         self.turns: dict[str, Callable[[], None]] = {
@@ -151,7 +171,7 @@ class WorkerPair:
                 case Failed() as event:
                     self.failures.setdefault(event.message.transfer_id, []).append(event.message)
                 case p.SendBlocks() as event:
-                    sender.submit(event.transfer_id, event.first_index, event.block_ids)
+                    sender.submit(event.transfer_id, event.first_index, event.block_ids, event.part)
                 case p.FinishTransfer() as event:
                     sender.finish(
                         event.transfer_id,
@@ -231,6 +251,11 @@ class WorkerPair:
                 self.d_inbox.clear()
         raise AssertionError(f"not idle: {self.engines[1].scheduler.live_sequences()}")
 
+    def close(self) -> None:
+        """Close both data planes."""
+        for transport in self.transports:
+            transport.close()
+
     def check_everything_is_free(self) -> None:
         """No block, job or transfer is left on either side."""
         assert self.is_idle
@@ -273,4 +298,12 @@ def _memory(engine: Engine) -> BlockMemory:
         engine.kv_memory.raw.numpy(),
         num_blocks=engine.kv_spec.num_blocks,
         block_bytes=engine.kv_spec.block_bytes,
+        mapping=engine.kv_memory.mapping,
     )
+
+
+def _layout(engine: Engine) -> BlockLayout:
+    spec = engine.kv_spec
+    heads = Heads(start=0, stop=spec.num_kv_heads)
+    head_bytes = spec.block_size * spec.row_bytes
+    return BlockLayout(num_rows=2 * spec.num_layers, heads=heads, head_bytes=head_bytes)
