@@ -55,9 +55,16 @@ def check_fits(engine: Engine, request: PrefillRequest | DecodeRequest, num_toke
     sampling = request.sampling
     if not tokens or not 0 < request.num_prompt_tokens <= len(tokens):
         raise PdmeshError("malformed request: no prompt tokens")
-    named = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
+    named = (
+        *sampling.stop_token_ids,
+        *(token for token, _ in sampling.logit_bias),
+        *sampling.allowed_token_ids,
+        *(token for word in sampling.bad_words for token in word),
+    )
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise PdmeshError("malformed request: token id outside the vocabulary")
+    if not all(sampling.bad_words):
+        raise PdmeshError("malformed request: an empty bad word")
     if named and (min(named) < 0 or max(named) >= vocab_size):
         raise PdmeshError("malformed request: token id outside the vocabulary")
 

@@ -69,6 +69,8 @@ def _changes_logits(sampling: SamplingParams, num_output_tokens: int) -> bool:
         or sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.logit_bias
+        or sampling.allowed_token_ids
+        or sampling.bad_words
         or num_output_tokens < sampling.min_tokens
     )
 
@@ -88,7 +90,7 @@ def _sample_row(row: FloatRow, sequence: Sequence) -> SampledToken:
 
 
 def _adjust_logits(row: FloatRow, sequence: Sequence) -> None:
-    """Penalties (repetition: Keskar et al., arXiv:1909.05858), bias and min_tokens, in place."""
+    """Penalties (repetition: Keskar et al., arXiv:1909.05858), bias and masks, in place."""
     sampling = sequence.sampling
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(np.asarray(sequence.token_ids))
@@ -103,8 +105,29 @@ def _adjust_logits(row: FloatRow, sequence: Sequence) -> None:
         )
     for token_id, bias in sampling.logit_bias:
         row[token_id] += np.float32(bias)
+    if sampling.allowed_token_ids:
+        allowed = list(sampling.allowed_token_ids)
+        kept = row[allowed]
+        row.fill(-np.inf)
+        row[allowed] = kept
+    if sampling.bad_words:
+        row[_bad_next_tokens(sequence)] = -np.inf
     if sequence.num_output_tokens < sampling.min_tokens:
         row[list(sampling.stop_token_ids)] = -np.inf
+
+
+def _bad_next_tokens(sequence: Sequence) -> list[int]:
+    """Tokens that would complete one of the bad words at the end of the output."""
+    token_ids = sequence.token_ids
+    start = sequence.num_prompt_tokens
+    found = []
+    for word in sequence.sampling.bad_words:
+        begun = len(word) - 1
+        if sequence.num_output_tokens < begun:
+            continue
+        if not begun or tuple(token_ids[max(start, len(token_ids) - begun) :]) == word[:-1]:
+            found.append(word[-1])
+    return found
 
 
 def _draw(row: FloatRow, sampling: SamplingParams, u: float) -> int:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from aiohttp import web
 
 from gateway.choice import Choice, Delta
+from gateway.errors import SlowReader
 from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.generation import Generation, GenerationRequest
 from gateway.request_metrics import RequestMetrics, count_failure
-from gateway.sampling import build_sampling, seed_of_sample
+from gateway.sampling import bad_word_ids, build_sampling, seed_of_sample
 from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import DONE, Chunks, error_event
 from gateway.usage import usage
@@ -32,6 +33,8 @@ class Prompt(NamedTuple):
     token_ids: tuple[int, ...]
     shown: str = ""
     """Text put before the output (``echo``)."""
+    unfinished: bytes = b""
+    """The prompt's last bytes, when they are the beginning of a character: the output ends it."""
 
 
 class Answer:
@@ -61,15 +64,17 @@ class Answer:
         self.id = uuid.uuid4().hex
         self._running = frontend.running
         self.created = int(time.time())
-        self.samples_per_prompt = request.n or 1
+        self.samples_per_prompt = request.num_samples
         if len(prompts) * self.samples_per_prompt > MAX_CHOICES:
-            raise InvalidRequest(f"more than {MAX_CHOICES} choices", param="n")
+            param = "n" if request.best_of is None else "best_of"
+            raise InvalidRequest(f"more than {MAX_CHOICES} choices", param=param)
         self._wake = asyncio.Event()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + frontend.request_timeout_s - (time.monotonic() - arrived_s)
         tokenizer = frontend.model.tokenizer
         skip = request.skip_special_tokens
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        bad_words = bad_word_ids(request, frontend.model)
         self.choices: list[Choice] = []
         for prompt in prompts:
             sampling = build_sampling(
@@ -77,6 +82,7 @@ class Answer:
                 frontend.model,
                 num_prompt_tokens=len(prompt.token_ids),
                 max_model_len=frontend.max_model_len,
+                bad_words=bad_words,
             )
             first: Generation | None = None
             for sample in range(self.samples_per_prompt):
@@ -108,6 +114,7 @@ class Answer:
                     stops=stops,
                     include_stop=request.include_stop_str_in_output,
                     prefix=prompt.shown,
+                    unfinished=prompt.unfinished,
                 )
                 self.choices.append(choice)
 
@@ -223,7 +230,7 @@ async def stream_answer(
         last = error_event(error)
     assert response is not None, "an answer has at least one token"
     await _write(http_request, response, last)
-    await response.write_eof()
+    await _finish(http_request, response)
     return response
 
 
@@ -235,10 +242,23 @@ async def _write(
     if transport is None or transport.get_write_buffer_size() == 0:
         await response.write(data)
         return
+    await _within_stall(transport, response.write(data))
+
+
+async def _finish(http_request: web.Request, response: web.StreamResponse) -> None:
+    transport = http_request.transport
+    if transport is None or transport.get_write_buffer_size() == 0:
+        await response.write_eof()
+        return
+    await _within_stall(transport, response.write_eof())
+
+
+async def _within_stall(transport: asyncio.Transport, write: Coroutine[Any, Any, None]) -> None:
     try:
         async with asyncio.timeout(_MAX_STALL_S):
-            await response.write(data)
+            await write
     except TimeoutError:
+        count_failure(SlowReader.code)
         transport.abort()
         raise ConnectionResetError("the client does not read") from None
 

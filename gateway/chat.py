@@ -6,11 +6,12 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.answer import Answer, Prompt
-from gateway.choice import Delta
+from gateway.answer import Prompt
+from gateway.choice import Choice, Delta
 from gateway.endpoint import Endpoint
 from gateway.frontend import Frontend
-from gateway.logprobs import chat_logprobs
+from gateway.logprobs import TokenNames, chat_logprobs
+from gateway.prompt_tokens import truncated
 from gateway.schema import ChatMessage, ChatRequest, decode_chat_request
 from gateway.served_model import ServedModel
 from gateway.sse import ChatChunks
@@ -37,15 +38,12 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         """See ``Endpoint``."""
         num_chars = sum(len(message.text) for message in request.messages)
         ids = await frontend.tokenise(num_chars, lambda: _encode(frontend.model, request))
-        return [Prompt(tuple(ids))]
+        return [Prompt(tuple(truncated(ids, request, frontend.max_model_len)))]
 
-    def choice(
-        self, frontend: Frontend, answer: Answer, index: int, deltas: list[Delta]
-    ) -> dict[str, Any]:
+    def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
         """See ``Endpoint``."""
-        tokenizer = frontend.model.tokenizer
         entries = [d.logprobs for d in deltas if d.logprobs is not None]
-        content = [chat_logprobs(entry, tokenizer) for entry in entries]
+        content = [chat_logprobs(entry, names) for entry in entries]
         return {
             "index": index,
             "message": {"role": "assistant", "content": "".join(d.text for d in deltas)},
@@ -53,9 +51,9 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             "finish_reason": deltas[-1].finish_reason,
         }
 
-    def put_prompt_ids(self, body: dict[str, Any], answer: Answer) -> None:
+    def put_prompt_ids(self, body: dict[str, Any], choices: list[Choice]) -> None:
         """See ``Endpoint``: all choices share one prompt."""
-        body["prompt_token_ids"] = answer.choices[0].generation.request.prompt_ids
+        body["prompt_token_ids"] = choices[0].generation.request.prompt_ids
 
 
 def _encode(model: ServedModel, request: ChatRequest) -> list[int]:

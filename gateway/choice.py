@@ -35,6 +35,7 @@ class Choice:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         prefix: str = "",
+        unfinished: bytes = b"",
     ) -> None:
         """Prepare.
 
@@ -46,6 +47,7 @@ class Choice:
             stops: Stop strings.
             include_stop: Keep the stop string in the text.
             prefix: Text shown before the first token (``echo``).
+            unfinished: First bytes of a character that the prompt leaves to the output.
         """
         self.index = index
         self.generation = generation
@@ -53,7 +55,7 @@ class Choice:
         """Output tokens, the one that ended it included."""
         self.finish_reason: FinishReason | None = None
         self._metrics = request_metrics
-        self._detokenizer = Detokenizer(pieces)
+        self._detokenizer = Detokenizer(pieces, unfinished)
         self._matcher = StopMatcher(stops, include=include_stop) if stops else None
         self._min_tokens = generation.request.sampling.min_tokens
         self._prefix = prefix

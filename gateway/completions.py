@@ -6,11 +6,13 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.answer import Answer, Prompt
-from gateway.choice import Delta
+from gateway.answer import Prompt
+from gateway.choice import Choice, Delta
+from gateway.detokenizer import unfinished_bytes
 from gateway.endpoint import Endpoint
 from gateway.frontend import MAX_CHOICES, Frontend
-from gateway.logprobs import CompletionLogprobs
+from gateway.logprobs import CompletionLogprobs, TokenNames
+from gateway.prompt_tokens import check_token_ids, truncated
 from gateway.schema import CompletionRequest, decode_completion_request
 from gateway.sse import CompletionChunks
 from mesh.errors import ContextTooLong, InvalidRequest
@@ -36,14 +38,12 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         """See ``Endpoint``."""
         return [await _prompt(frontend, request, item) for item in _items(request)]
 
-    def choice(
-        self, frontend: Frontend, answer: Answer, index: int, deltas: list[Delta]
-    ) -> dict[str, Any]:
+    def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
         """See ``Endpoint``."""
         collected: CompletionLogprobs | None = None
         for delta in deltas:
             if delta.logprobs is not None:
-                collected = collected or CompletionLogprobs(frontend.model.tokenizer)
+                collected = collected or CompletionLogprobs(names)
                 collected.add(delta.logprobs, delta.text)
         return {
             "index": index,
@@ -52,10 +52,9 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
             "finish_reason": deltas[-1].finish_reason,
         }
 
-    def put_prompt_ids(self, body: dict[str, Any], answer: Answer) -> None:
+    def put_prompt_ids(self, body: dict[str, Any], choices: list[Choice]) -> None:
         """See ``Endpoint``: each prompt has its own."""
-        for choice in answer.choices:
-            shown = body["choices"][choice.index]
+        for shown, choice in zip(body["choices"], choices, strict=True):
             shown["prompt_token_ids"] = choice.generation.request.prompt_ids
 
 
@@ -82,6 +81,7 @@ def _items(request: CompletionRequest) -> list[str | list[Any]]:
 
 async def _prompt(frontend: Frontend, request: CompletionRequest, item: str | list[Any]) -> Prompt:
     tokenizer = frontend.model.tokenizer
+    shown: str | None = None
     if isinstance(item, str):
         special = request.add_special_tokens
         ids = await frontend.tokenise(
@@ -89,24 +89,26 @@ async def _prompt(frontend: Frontend, request: CompletionRequest, item: str | li
         )
         shown = item
     else:
-        _check_ids(frontend, item)
         ids = item
-        shown = tokenizer.decode(ids) if request.echo else ""
+    kept = truncated(ids, request, frontend.max_model_len)
+    _check_length(frontend, kept)
+    check_token_ids(frontend, kept, "prompt")
+    pieces = tokenizer.pieces if request.skip_special_tokens else tokenizer.pieces_with_special
+    unfinished = b"" if isinstance(item, str) else unfinished_bytes(pieces, kept)
+    if not request.echo:
+        shown = ""
+    elif shown is None or len(kept) < len(ids):
+        data = b"".join(tokenizer.pieces[token_id] for token_id in kept)
+        shown = data.removesuffix(unfinished).decode("utf-8", "replace")
+    return Prompt(tuple(kept), shown, unfinished)
+
+
+def _check_length(frontend: Frontend, ids: list[int]) -> None:
     if not ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
-    return Prompt(tuple(ids), shown if request.echo else "")
-
-
-def _check_ids(frontend: Frontend, ids: list[Any]) -> None:
     if len(ids) >= frontend.max_model_len:
         raise ContextTooLong(
             f"the prompt has {len(ids)} tokens, which leaves no room for output in a context of "
             f"{frontend.max_model_len}",
             param="prompt",
         )
-    vocab_size = frontend.model.tokenizer.vocab_size
-    for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"{str(token_id)[:40]} is not a token id below {vocab_size}", param="prompt"
-            )

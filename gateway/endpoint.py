@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -10,10 +11,13 @@ import orjson
 from aiohttp import web
 
 from gateway.answer import Answer, Prompt, stream_answer
-from gateway.choice import Delta
-from gateway.errors import PayloadTooLarge, SlowReader
+from gateway.choice import Choice, Delta
+from gateway.errors import SlowReader
 from gateway.frontend import FRONTEND, Frontend
+from gateway.logprobs import TokenNames
+from gateway.request_body import read_body
 from gateway.request_metrics import count_failure
+from gateway.sampling import wants_logprobs
 from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks, Stream
 from gateway.usage import usage
@@ -36,14 +40,12 @@ class Endpoint(Generic[_Request]):
         """Tokenise the request's prompts."""
         raise NotImplementedError
 
-    def choice(
-        self, frontend: Frontend, answer: Answer, index: int, deltas: list[Delta]
-    ) -> dict[str, Any]:
+    def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
         """One item of ``choices`` of a whole answer."""
         raise NotImplementedError
 
-    def put_prompt_ids(self, body: dict[str, Any], answer: Answer) -> None:
-        """Add ``prompt_token_ids`` where vLLM has them for this endpoint."""
+    def put_prompt_ids(self, body: dict[str, Any], choices: list[Choice]) -> None:
+        """Add ``prompt_token_ids`` of ``choices`` where vLLM has them for this endpoint."""
         raise NotImplementedError
 
     async def serve(self, http_request: web.Request) -> web.StreamResponse:
@@ -54,7 +56,7 @@ class Endpoint(Generic[_Request]):
         """
         arrived_s = time.monotonic()
         frontend = http_request.app[FRONTEND]
-        request = self.decode(await _read_body(http_request, frontend))
+        request = self.decode(await read_body(http_request, frontend))
         frontend.check_model(request.model)
         with frontend.admitted():
             prompts = await self.prompts(frontend, request)
@@ -81,20 +83,22 @@ class Endpoint(Generic[_Request]):
                 model=frontend.model.name,
                 with_usage=bool(options and options.include_usage),
                 with_ids=request.return_token_ids,
-                tokenizer=frontend.model.tokenizer,
+                names=_names(frontend, request),
             )
         )
         return await stream_answer(http_request, answer, chunks, request)
 
     async def _whole(self, frontend: Frontend, request: _Request, answer: Answer) -> web.Response:
         deltas = await answer.collect()
-        choices = [
-            self.choice(frontend, answer, index, of_choice)
-            for index, of_choice in enumerate(deltas)
-        ]
+        kept = best_choices(deltas, answer.samples_per_prompt, request.n or 1)
+        shown = [deltas[index] for index in kept]
+        if not wants_logprobs(request):
+            shown = [[delta._replace(logprobs=None) for delta in one] for one in shown]
+        names = _names(frontend, request)
+        choices = [self.choice(names, index, one) for index, one in enumerate(shown)]
         if request.return_token_ids:
-            for choice, of_choice in zip(choices, deltas, strict=True):
-                choice["token_ids"] = [delta.token_id for delta in of_choice]
+            for choice, one in zip(choices, shown, strict=True):
+                choice["token_ids"] = [delta.token_id for delta in one]
         body: dict[str, Any] = {
             "id": self.id_prefix + answer.id,
             "object": self.object_name,
@@ -104,15 +108,29 @@ class Endpoint(Generic[_Request]):
             "usage": usage(answer.choices, answer.samples_per_prompt),
         }
         if request.return_token_ids:
-            self.put_prompt_ids(body, answer)
+            self.put_prompt_ids(body, [answer.choices[index] for index in kept])
         return web.Response(body=orjson.dumps(body), content_type="application/json")
 
 
-async def _read_body(http_request: web.Request, frontend: Frontend) -> bytes:
-    try:
-        return await http_request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise PayloadTooLarge(f"the body is over {frontend.max_body_bytes} bytes") from error
+def best_choices(deltas: list[list[Delta]], num_samples: int, num_wanted: int) -> list[int]:
+    """Indices of the answers to return: per prompt, those likeliest per token, the best first."""
+    if num_samples == num_wanted:
+        return list(range(len(deltas)))
+    kept: list[int] = []
+    for start in range(0, len(deltas), num_samples):
+        samples = range(start, start + num_samples)
+        kept += sorted(samples, key=lambda index: -_mean_logprob(deltas[index]))[:num_wanted]
+    return kept
+
+
+def _mean_logprob(deltas: list[Delta]) -> float:
+    values = [delta.logprobs.logprob for delta in deltas if delta.logprobs is not None]
+    return sum(values) / len(values) if values else -math.inf
+
+
+def _names(frontend: Frontend, request: ChatRequest | CompletionRequest) -> TokenNames:
+    as_ids = bool(request.return_tokens_as_token_ids)
+    return TokenNames(frontend.model.tokenizer, as_ids=as_ids)
 
 
 def _break_connection(http_request: web.Request) -> None:

@@ -1,8 +1,11 @@
 """Errors of the gateway, and the HTTP form of every error.
 
 PdmeshError                (mesh/errors.py)
-├── SlowReader        503  the client reads slower than its answer is made
-└── PayloadTooLarge   413  the body is over the limit
+├── SlowReader             503  the client reads slower than its answer is made
+├── PayloadTooLarge        413  the body is over the limit
+├── BodyTimeout            408  the body did not arrive in time
+├── UnknownParameter       400  a field that neither OpenAI's nor vLLM's API has
+└── UnsupportedParameter   400  a field that is known and not served
 """
 
 from __future__ import annotations
@@ -31,6 +34,25 @@ class PayloadTooLarge(InvalidRequest):
 
     code = "payload_too_large"
     http_status = 413
+
+
+class BodyTimeout(InvalidRequest):
+    """The HTTP body did not arrive in time."""
+
+    code = "request_timeout"
+    http_status = 408
+
+
+class UnknownParameter(InvalidRequest):
+    """A field that neither OpenAI's nor vLLM's API has."""
+
+    code = "unknown_parameter"
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A field that is known and not served."""
+
+    code = "unsupported_parameter"
 
 
 class RemoteError(PdmeshError):

@@ -11,24 +11,39 @@ _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
 
-def chat_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
     """One item of ``logprobs.content``."""
-    top = [_chat_token(token_id, value, tokenizer) for token_id, value in entry.top]
-    return {**_chat_token(entry.token_id, entry.logprob, tokenizer), "top_logprobs": top}
+    top = [_chat_token(token_id, value, names) for token_id, value in entry.top]
+    return {**_chat_token(entry.token_id, entry.logprob, names), "top_logprobs": top}
 
 
-def _chat_token(token_id: int, value: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    data = tokenizer.token_bytes(token_id)
-    text = data.decode("utf-8", "replace")
-    return {"token": text, "logprob": max(value, _LOWEST), "bytes": list(data)}
+def _chat_token(token_id: int, value: float, names: TokenNames) -> dict[str, Any]:
+    data = names.tokenizer.token_bytes(token_id)
+    return {"token": names.of(token_id), "logprob": max(value, _LOWEST), "bytes": list(data)}
+
+
+class TokenNames:
+    """How logprobs write a token: its text, or ``token_id:17`` where the client asks for ids."""
+
+    __slots__ = ("_as_ids", "tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def of(self, token_id: int) -> str:
+        """The token as it is shown."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class CompletionLogprobs:
     """Collects the parallel lists of /v1/completions, for a whole choice or for each chunk."""
 
-    def __init__(self, tokenizer: Tokenizer, *, offset: int = 0) -> None:
+    def __init__(self, names: TokenNames, *, offset: int = 0) -> None:
         """Args: offset: Characters of the text before the first token."""
-        self._tokenizer = tokenizer
+        self._name = names.of
         self._offset = offset
         self._clear()
 
@@ -57,6 +72,3 @@ class CompletionLogprobs:
         self._values: list[float] = []
         self._top: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
-
-    def _name(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -20,8 +20,16 @@ def build_sampling(
     *,
     num_prompt_tokens: int,
     max_model_len: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Validate against the model and the prompt, and fill every field.
+
+    Args:
+        request: The decoded body.
+        model: The served model.
+        num_prompt_tokens: Length of the prompt.
+        max_model_len: Longest prompt and output together, in tokens.
+        bad_words: From ``bad_word_ids``, which is the same for all prompts of a request.
 
     Raises:
         ContextTooLong: prompt and output are over ``max_model_len``.
@@ -53,7 +61,27 @@ def build_sampling(
         min_tokens=min_tokens,
         stop_token_ids=tuple(sorted(set(stop_token_ids))),
         num_logprobs=_num_logprobs(request),
+        allowed_token_ids=_allowed(request, model, stop_token_ids if min_tokens else ()),
+        bad_words=bad_words,
     )
+
+
+def bad_word_ids(request: GenerationFields, model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of ``bad_words``: each as it is, and after a space as in running text.
+
+    Raises:
+        InvalidRequest: they could leave no token to choose.
+    """
+    found: set[tuple[int, ...]] = set()
+    for word in request.bad_words or ():
+        for text in (word, " " + word.lstrip()):
+            ids = tuple(model.tokenizer.encode(text, add_special_tokens=False))
+            if ids:
+                found.add(ids)
+    num_masked = len(found) + len(request.stop_token_ids or ()) + len(model.eos_token_ids)
+    if found and num_masked >= model.tokenizer.vocab_size:
+        raise InvalidRequest("bad_words leave no token", param="bad_words")
+    return tuple(sorted(found))
 
 
 def seed_of_sample(seed: int, sample: int) -> int:
@@ -108,7 +136,33 @@ def _logit_bias(request: GenerationFields, model: ServedModel) -> tuple[tuple[in
     return tuple(bias)
 
 
-def _num_logprobs(request: ChatRequest | CompletionRequest) -> int:
+def _allowed(
+    request: GenerationFields, model: ServedModel, masked: tuple[int, ...]
+) -> tuple[int, ...]:
+    allowed = tuple(sorted(set(request.allowed_token_ids or ())))
+    for token_id in allowed:
+        _check_token(token_id, model, "allowed_token_ids")
+    if allowed and not set(allowed) - set(masked):
+        raise InvalidRequest(
+            "min_tokens leaves none of allowed_token_ids", param="allowed_token_ids"
+        )
+    if allowed and request.bad_words:
+        raise InvalidRequest(
+            "bad_words and allowed_token_ids exclude each other", param="bad_words"
+        )
+    return allowed
+
+
+def wants_logprobs(request: ChatRequest | CompletionRequest) -> bool:
+    """Whether the answer shows log-probabilities."""
     if isinstance(request, ChatRequest):
-        return (request.top_logprobs or 0) if request.logprobs else -1
-    return -1 if request.logprobs is None else request.logprobs
+        return bool(request.logprobs)
+    return request.logprobs is not None
+
+
+def _num_logprobs(request: ChatRequest | CompletionRequest) -> int:
+    if not wants_logprobs(request):
+        return 0 if request.num_samples > (request.n or 1) else -1  # best_of ranks by them
+    if isinstance(request, ChatRequest):
+        return request.top_logprobs or 0
+    return request.logprobs or 0

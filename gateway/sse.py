@@ -13,8 +13,7 @@ import orjson
 
 from gateway.choice import Choice, Delta
 from gateway.errors import error_body
-from gateway.logprobs import CompletionLogprobs, chat_logprobs
-from gateway.tokenizer import Tokenizer
+from gateway.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
 from mesh.errors import PdmeshError
 
 DONE = b"data: [DONE]\n\n"
@@ -49,7 +48,7 @@ class Stream:
     """The client asked for ``include_usage``."""
     with_ids: bool
     """The client asked for ``return_token_ids``."""
-    tokenizer: Tokenizer
+    names: TokenNames
 
 
 class _Frame:
@@ -94,7 +93,7 @@ class ChatChunks:
 
     def __init__(self, stream: Stream) -> None:
         self._frame = _Frame("chat.completion.chunk", stream)
-        self._tokenizer = stream.tokenizer
+        self._names = stream.names
         self._with_ids = stream.with_ids
         self._heads: dict[int, bytes] = {}
 
@@ -110,7 +109,7 @@ class ChatChunks:
                 prompt_ids = _prompt_token_ids(choice)
         logprobs = b"null"
         if delta.logprobs is not None:
-            content = [chat_logprobs(delta.logprobs, self._tokenizer)]
+            content = [chat_logprobs(delta.logprobs, self._names)]
             logprobs = orjson.dumps({"content": content, "refusal": None})
         end = b"}" + _after_text(delta, logprobs, _token_ids(delta) if self._with_ids else b"")
         return head + orjson.dumps(delta.text) + end + self._frame.close(usage, prompt_ids)
@@ -125,7 +124,7 @@ class CompletionChunks:
 
     def __init__(self, stream: Stream) -> None:
         self._frame = _Frame("text_completion", stream)
-        self._tokenizer = stream.tokenizer
+        self._names = stream.names
         self._with_ids = stream.with_ids
         self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
@@ -136,7 +135,7 @@ class CompletionChunks:
         if delta.logprobs is not None:
             collected = self._logprobs.get(choice.index)
             if collected is None:
-                collected = self._logprobs[choice.index] = CompletionLogprobs(self._tokenizer)
+                collected = self._logprobs[choice.index] = CompletionLogprobs(self._names)
             collected.add(delta.logprobs, delta.text)
             logprobs = orjson.dumps(collected.take())
         start = self._frame.head + b'{"index":%d,"text":' % choice.index

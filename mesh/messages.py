@@ -113,6 +113,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     """Generation ends at any of these (the model's EOS ids included, unless ignored)."""
     num_logprobs: int = -1
     """-1 none; 0 the sampled token's only; k the top k as well."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these are ever chosen; empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output never contains."""
 
 
 class PeerRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -116,3 +116,40 @@ def test_rows_that_need_work_do_not_disturb_plain_greedy_ones() -> None:
     tokens = sample(rows.clone(), sequences)
     assert [token.token_id for token in tokens] == [expected[0], 0, expected[2], expected[3]]
     assert [token.logprobs is not None for token in tokens] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_chosen(temperature: float) -> None:
+    allowed = (3, 11, 17)
+    chosen = set()
+    for seed in range(40):
+        sequence = history(0, allowed_token_ids=allowed, temperature=temperature, seed=seed)
+        row = torch.from_numpy(random_logits(seed))[None]
+        best = max(allowed, key=lambda token_id: float(row[0, token_id]))
+        (token,) = sample(row, [sequence])
+        chosen.add(token.token_id)
+        assert token.token_id in allowed
+        assert temperature > 0 or token.token_id == best
+    assert chosen == set(allowed)
+
+
+def test_bad_words_are_never_completed() -> None:
+    words = ((4,), (7, 9), (1, 2, 3))
+    logits = torch.zeros(VOCAB)
+    logits[4], logits[9], logits[3], logits[20] = 9.0, 8.0, 7.0, 6.0
+
+    def best(prompt: list[int], outputs: list[int]) -> int:
+        sequence = new_sequence(prompt, 20, bad_words=words)
+        sequence.token_ids += outputs
+        (token,) = sample(logits.clone()[None], [sequence])
+        return token.token_id
+
+    assert best([0], []) == 9
+    assert best([0], [7]) == 3, "9 after 7 would complete a word"
+    assert best([0], [7, 1]) == 9
+    assert best([0], [7, 1, 2, 7]) == 3
+    assert best([0], [9, 1, 2]) == 9, "3 is masked here, 9 is not"
+    logits[9] = 0.0
+    assert best([0], [1, 2]) == 20
+    assert best([0, 1, 2], []) == 3, "a word counts in the output only"
+    assert best([0, 1], [2]) == 3

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.detokenizer import Detokenizer
+from gateway.detokenizer import Detokenizer, unfinished_bytes
 from gateway.served_model import ServedModel
 from gateway.stop_strings import StopMatcher
 
@@ -117,3 +117,33 @@ def test_stop_string_can_be_kept(include: bool, shown: str) -> None:
     assert matcher.push("abE") == ("ab", False)
     rest, stopped = matcher.push("NDcd")
     assert ("ab" + rest, stopped) == (shown, True)
+
+
+BYTES = [bytes([value]) for value in range(256)]
+
+
+@settings(deadline=None)
+@given(st.text(max_size=20), st.integers(0, 80))
+def test_an_output_ends_the_character_that_the_prompt_began(text: str, cut_at: int) -> None:
+    """The prompt may end between any two bytes."""
+    data = text.encode()
+    prompt, output = data[:cut_at], data[cut_at:]
+    unfinished = unfinished_bytes(BYTES, prompt)
+    detokenizer = Detokenizer(BYTES, unfinished)
+    shown = "".join(map(detokenizer.push, output)) + detokenizer.finish()
+    whole = prompt.removesuffix(unfinished).decode()  # strict: it ends at a character
+    assert whole + shown == text
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=20), st.binary(max_size=20), st.lists(st.integers(0, 3), max_size=20))
+def test_prompt_and_output_of_any_bytes_are_decoded_as_one(
+    prompt: bytes, output: bytes, sizes: list[int]
+) -> None:
+    pieces = cut(prompt, sizes)
+    unfinished = unfinished_bytes(pieces, range(len(pieces)))
+    assert len(unfinished) <= 3
+    detokenizer = Detokenizer(BYTES, unfinished)
+    shown = "".join(map(detokenizer.push, output)) + detokenizer.finish()
+    whole = prompt.removesuffix(unfinished).decode("utf-8", "replace")
+    assert whole + shown == (prompt + output).decode("utf-8", "replace")

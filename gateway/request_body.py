@@ -1,0 +1,31 @@
+"""Reads an HTTP body, bounded in size and time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from gateway.errors import BodyTimeout, PayloadTooLarge
+from gateway.frontend import Frontend
+
+MAX_BODY_S = 30.0
+"""A body that takes longer than this to arrive is given up."""
+
+
+async def read_body(
+    http_request: web.Request, frontend: Frontend, *, timeout_s: float | None = None
+) -> bytes:
+    """Return the whole body.
+
+    Raises:
+        PayloadTooLarge: it is over the gateway's limit.
+        BodyTimeout: it did not arrive in time; the connection is closed after the answer.
+    """
+    try:
+        async with asyncio.timeout(MAX_BODY_S if timeout_s is None else timeout_s):
+            return await http_request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise PayloadTooLarge(f"the body is over {frontend.max_body_bytes} bytes") from error
+    except TimeoutError as error:
+        raise BodyTimeout("the body did not arrive in time") from error
