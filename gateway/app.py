@@ -10,7 +10,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway import chat, completions, operations
+from gateway import chat, completions, operations, tokenize
 from gateway.cluster import WorkerSource
 from gateway.errors import PayloadTooLarge, error_response
 from gateway.frontend import FRONTEND, Frontend
@@ -49,6 +49,8 @@ def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
     app.cleanup_ctx.append(_linked(view))
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
     app.router.add_post("/v1/completions", completions.completions)
+    app.router.add_post("/tokenize", tokenize.tokenize)
+    app.router.add_post("/detokenize", tokenize.detokenize)
     app.router.add_get("/v1/models", operations.list_models)
     app.router.add_get("/v1/models/{id:.+}", operations.get_model)
     app.router.add_get("/health", operations.health)

@@ -37,7 +37,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
         """See ``Endpoint``."""
         num_chars = sum(len(message.text) for message in request.messages)
-        ids = await frontend.tokenise(num_chars, lambda: _encode(frontend.model, request))
+        ids = await frontend.tokenise(num_chars, lambda: encode_chat(frontend.model, request))
         return [Prompt(tuple(truncated(ids, request, frontend.max_model_len)))]
 
     def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
@@ -56,7 +56,12 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         body["prompt_token_ids"] = choices[0].generation.request.prompt_ids
 
 
-def _encode(model: ServedModel, request: ChatRequest) -> list[int]:
+def encode_chat(model: ServedModel, request: ChatRequest) -> list[int]:
+    """Token ids of the rendered conversation.
+
+    Raises:
+        InvalidRequest: no template, or the template refuses the messages.
+    """
     if model.chat_template is None:
         raise InvalidRequest("the model has no chat template", param="messages")
     generate = request.add_generation_prompt

@@ -97,18 +97,18 @@ class Frontend:
             raise ModelNotFound(f"the model {name!r} does not exist", param="model")
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, *, needs_workers: bool = True) -> Iterator[None]:
         """Hold one of the places for requests.
 
         Raises:
             Overloaded: none is free.
-            Unavailable: no workers, or the gateway is shutting down.
+            Unavailable: no workers, where they are needed, or the gateway is shutting down.
         """
         if self.is_draining:
             raise Unavailable("the gateway is shutting down")
         if self.num_open_requests >= MAX_OPEN_REQUESTS:
             raise Overloaded(f"{MAX_OPEN_REQUESTS} requests are open already")
-        if not self.cluster.is_ready:
+        if needs_workers and not self.cluster.is_ready:
             raise Unavailable("no matching pair of a prefill and a decode worker is up")
         self.num_open_requests += 1
         self._idle.clear()

@@ -186,7 +186,7 @@ _REFUSED |= {
     "length_penalty": (None, 1),
     "spaces_between_special_tokens": (None, True),
 }
-"""Field → values that ask for nothing."""
+"""Field → values that ask for nothing. Other bodies name theirs in ``not_served``."""
 
 _ALSO_REFUSED: dict[type, tuple[str, ...]] = {
     ChatRequest: ("prompt", "echo", "suffix"),
@@ -206,21 +206,21 @@ def decode_chat_request(body: bytes) -> ChatRequest:
         InvalidRequest: not JSON, a wrong type or value, or a field that is not served.
     """
     request = decode_body(body, _chat_decoder, ChatRequest)
-    _check_together(request)
+    check_together(request)
     return request
 
 
 def decode_completion_request(body: bytes) -> CompletionRequest:
     """As ``decode_chat_request``, for /v1/completions."""
     request = decode_body(body, _completion_decoder, CompletionRequest)
-    _check_together(request)
+    check_together(request)
     return request
 
 
 def refused_fields(kind: type) -> Mapping[str, tuple[Any, ...]]:
     """Fields of a body of this ``kind`` that are not served → the values that are let pass."""
     if not issubclass(kind, GenerationFields):
-        return {}
+        return {name: _REFUSED[name] for name in getattr(kind, "not_served", ())}
     return _REFUSED | dict.fromkeys(_ALSO_REFUSED.get(kind, ()), _NOTHING)
 
 
@@ -265,7 +265,12 @@ def _named(error: msgspec.ValidationError) -> InvalidRequest:
     return kind(f"{path}: {reason}" if path else reason, param=path or None)
 
 
-def _check_together(request: GenerationFields) -> None:
+def check_together(request: GenerationFields) -> None:
+    """Check what one field says about another.
+
+    Raises:
+        InvalidRequest: they contradict each other.
+    """
     if request.best_of is not None:
         if request.best_of < (request.n or 1):
             raise InvalidRequest("best_of is less than n", param="best_of")

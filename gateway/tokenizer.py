@@ -74,6 +74,10 @@ class Tokenizer:
             return self.pieces_with_special[token_id]
         return b""
 
+    def entry(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token, such as ``Ġhello``."""
+        return self._inner.id_to_token(token_id) or ""
+
     def _build_pieces(self) -> tuple[list[bytes], list[bytes]]:
         vocab: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         with_special = [b""] * (max(vocab.values()) + 1)

@@ -1,0 +1,66 @@
+"""POST /tokenize and /detokenize: text to the served model's token ids and back."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from gateway.chat import encode_chat
+from gateway.frontend import FRONTEND, Frontend
+from gateway.prompt_tokens import check_token_ids
+from gateway.request_body import read_body
+from gateway.tokenize_schema import (
+    DetokenizeAnswer,
+    TokenizeAnswer,
+    TokenizeChatRequest,
+    TokenizePromptRequest,
+    decode_detokenize_request,
+    decode_tokenize_request,
+)
+
+
+async def tokenize(http_request: web.Request) -> web.Response:
+    """Token ids of a text, or of a conversation as the chat endpoint would see it."""
+    frontend = http_request.app[FRONTEND]
+    with frontend.admitted(needs_workers=False):
+        request = decode_tokenize_request(await read_body(http_request, frontend))
+        frontend.check_model(request.model)
+        ids = await _encode(frontend, request)
+        answer = TokenizeAnswer(count=len(ids), max_model_len=frontend.max_model_len, tokens=ids)
+        if request.return_token_strs:
+            entry = frontend.model.tokenizer.entry
+            answer.token_strs = [entry(token_id) for token_id in ids]
+    return _json(answer)
+
+
+async def detokenize(http_request: web.Request) -> web.Response:
+    """Text of token ids, special tokens included."""
+    frontend = http_request.app[FRONTEND]
+    with frontend.admitted(needs_workers=False):
+        request = decode_detokenize_request(await read_body(http_request, frontend))
+        frontend.check_model(request.model)
+        ids = request.tokens
+        check_token_ids(frontend, ids, "tokens")
+        tokenizer = frontend.model.tokenizer
+        text = await frontend.tokenise(
+            len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False)
+        )
+    return _json(DetokenizeAnswer(prompt=text))
+
+
+async def _encode(
+    frontend: Frontend, request: TokenizePromptRequest | TokenizeChatRequest
+) -> list[int]:
+    if isinstance(request, TokenizePromptRequest):
+        tokenizer = frontend.model.tokenizer
+        text, special = request.prompt, request.add_special_tokens
+        return await frontend.tokenise(
+            len(text), lambda: tokenizer.encode(text, add_special_tokens=special)
+        )
+    chat_request = request.as_chat()
+    num_chars = sum(len(message.text) for message in request.messages)
+    return await frontend.tokenise(num_chars, lambda: encode_chat(frontend.model, chat_request))
+
+
+def _json(answer: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
