@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import msgspec
 from aiohttp import web
 
 from gateway.choice import Choice, Delta
-from gateway.errors import SlowReader
+from gateway.client_writer import finish, open_stream, write
 from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.generation import Generation, GenerationRequest
 from gateway.request_metrics import RequestMetrics, count_failure
@@ -22,9 +22,6 @@ from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import DONE, Chunks, error_event
 from gateway.usage import usage
 from mesh.errors import InvalidRequest, PdmeshError
-
-_MAX_STALL_S = 30.0
-"""A client whose connection takes no more bytes for this long is dropped."""
 
 
 class Prompt(NamedTuple):
@@ -218,8 +215,8 @@ async def stream_answer(
                 for delta in deltas:
                     data += chunks.token(choice, delta, so_far)
             if response is None:
-                response = await _open_stream(http_request)
-            await _write(http_request, response, data)
+                response = await open_stream(http_request)
+            await write(http_request, response, data)
         last = DONE
         if options and options.include_usage:
             last = chunks.usage(usage(answer.choices, answer.samples_per_prompt)) + DONE
@@ -229,47 +226,6 @@ async def stream_answer(
         count_failure(error.code)
         last = error_event(error)
     assert response is not None, "an answer has at least one token"
-    await _write(http_request, response, last)
-    await _finish(http_request, response)
-    return response
-
-
-async def _write(
-    http_request: web.Request, response: web.StreamResponse, data: bytes | bytearray
-) -> None:
-    """Write; a client that is behind has ``_MAX_STALL_S`` to make room."""
-    transport = http_request.transport
-    if transport is None or transport.get_write_buffer_size() == 0:
-        await response.write(data)
-        return
-    await _within_stall(transport, response.write(data))
-
-
-async def _finish(http_request: web.Request, response: web.StreamResponse) -> None:
-    transport = http_request.transport
-    if transport is None or transport.get_write_buffer_size() == 0:
-        await response.write_eof()
-        return
-    await _within_stall(transport, response.write_eof())
-
-
-async def _within_stall(transport: asyncio.Transport, write: Coroutine[Any, Any, None]) -> None:
-    try:
-        async with asyncio.timeout(_MAX_STALL_S):
-            await write
-    except TimeoutError:
-        count_failure(SlowReader.code)
-        transport.abort()
-        raise ConnectionResetError("the client does not read") from None
-
-
-async def _open_stream(http_request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream; charset=utf-8",
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",
-        }
-    )
-    await response.prepare(http_request)
+    await write(http_request, response, last)
+    await finish(http_request, response)
     return response

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from gateway.answer import Answer, Prompt, stream_answer
 from gateway.choice import Choice, Delta
+from gateway.client_writer import send_json
 from gateway.errors import SlowReader
 from gateway.frontend import FRONTEND, Frontend
 from gateway.logprobs import TokenNames
@@ -70,7 +71,8 @@ class Endpoint(Generic[_Request]):
             with answer:
                 if request.stream:
                     return await self._stream(http_request, frontend, request, answer)
-                return await self._whole(frontend, request, answer)
+                body = await self._whole(frontend, request, answer)
+                return await send_json(http_request, body)
 
     async def _stream(
         self, http_request: web.Request, frontend: Frontend, request: _Request, answer: Answer
@@ -88,7 +90,7 @@ class Endpoint(Generic[_Request]):
         )
         return await stream_answer(http_request, answer, chunks, request)
 
-    async def _whole(self, frontend: Frontend, request: _Request, answer: Answer) -> web.Response:
+    async def _whole(self, frontend: Frontend, request: _Request, answer: Answer) -> bytes:
         deltas = await answer.collect()
         kept = best_choices(deltas, answer.samples_per_prompt, request.n or 1)
         shown = [deltas[index] for index in kept]
@@ -109,7 +111,7 @@ class Endpoint(Generic[_Request]):
         }
         if request.return_token_ids:
             self.put_prompt_ids(body, [answer.choices[index] for index in kept])
-        return web.Response(body=orjson.dumps(body), content_type="application/json")
+        return orjson.dumps(body)
 
 
 def best_choices(deltas: list[list[Delta]], num_samples: int, num_wanted: int) -> list[int]:

@@ -25,6 +25,10 @@ _LAST_WORDS_S = 0.25
 """How long handlers have to write what a failed request is told, after those that could finish have
 (see ``gateway.app``). aiohttp spends it twice: then it cancels the ones that hang in a write."""
 
+_IDLE_S = 75.0
+_MAX_HEADER_LINE_BYTES = 8190
+_MAX_HEADERS = 128
+
 
 def run(config: GatewayConfig) -> None:
     """Serve the OpenAI-compatible API until SIGTERM or SIGINT.
@@ -60,10 +64,22 @@ def run(config: GatewayConfig) -> None:
     run_service(serve)
 
 
-def build_runner(app: web.Application) -> web.AppRunner:
-    """The server of ``app``: a client's disconnect cancels its handler, streaming or not."""
+def build_runner(app: web.Application, *, idle_timeout_s: float = _IDLE_S) -> web.AppRunner:
+    """The server of ``app``: a client's disconnect cancels its handler, streaming or not.
+
+    Args:
+        app: From ``build_app``.
+        idle_timeout_s: How long a connection may stay without a request's last header line.
+    """
     return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_WORDS_S
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_LAST_WORDS_S,
+        keepalive_timeout=idle_timeout_s,
+        max_line_size=_MAX_HEADER_LINE_BYTES,
+        max_field_size=_MAX_HEADER_LINE_BYTES,
+        max_headers=_MAX_HEADERS,
     )
 
 

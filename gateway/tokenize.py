@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.chat import encode_chat
+from gateway.client_writer import send_json
 from gateway.frontend import FRONTEND, Frontend
 from gateway.prompt_tokens import check_token_ids
 from gateway.request_body import read_body
@@ -19,7 +20,7 @@ from gateway.tokenize_schema import (
 )
 
 
-async def tokenize(http_request: web.Request) -> web.Response:
+async def tokenize(http_request: web.Request) -> web.StreamResponse:
     """Token ids of a text, or of a conversation as the chat endpoint would see it."""
     frontend = http_request.app[FRONTEND]
     with frontend.admitted(needs_workers=False):
@@ -30,10 +31,10 @@ async def tokenize(http_request: web.Request) -> web.Response:
         if request.return_token_strs:
             entry = frontend.model.tokenizer.entry
             answer.token_strs = [entry(token_id) for token_id in ids]
-    return _json(answer)
+        return await send_json(http_request, msgspec.json.encode(answer))
 
 
-async def detokenize(http_request: web.Request) -> web.Response:
+async def detokenize(http_request: web.Request) -> web.StreamResponse:
     """Text of token ids, special tokens included."""
     frontend = http_request.app[FRONTEND]
     with frontend.admitted(needs_workers=False):
@@ -45,7 +46,8 @@ async def detokenize(http_request: web.Request) -> web.Response:
         text = await frontend.tokenise(
             len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False)
         )
-    return _json(DetokenizeAnswer(prompt=text))
+        answer = DetokenizeAnswer(prompt=text)
+        return await send_json(http_request, msgspec.json.encode(answer))
 
 
 async def _encode(
@@ -60,7 +62,3 @@ async def _encode(
     chat_request = request.as_chat()
     num_chars = sum(len(message.text) for message in request.messages)
     return await frontend.tokenise(num_chars, lambda: encode_chat(frontend.model, chat_request))
-
-
-def _json(answer: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

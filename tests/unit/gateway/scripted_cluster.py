@@ -276,7 +276,9 @@ class StaticView:
 class ScriptedCluster:
     """A real gateway over HTTP in front of scripted workers."""
 
-    def __init__(self, model: ServedModel, *, request_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, model: ServedModel, *, request_timeout_s: float = 30.0, idle_timeout_s: float = 75.0
+    ) -> None:
         self.model = model
         self.view = StaticView()
         self.workers: list[ScriptedWorker] = []
@@ -287,7 +289,9 @@ class ScriptedCluster:
             request_timeout_s=request_timeout_s,
             max_body_bytes=1 << 20,
         )
-        self.runner = build_runner(build_app(self.frontend, self.view))
+        self.runner = build_runner(
+            build_app(self.frontend, self.view), idle_timeout_s=idle_timeout_s
+        )
         self.url = ""
 
     async def add(self, worker: ScriptedWorker) -> ScriptedWorker:
