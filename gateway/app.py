@@ -53,6 +53,8 @@ def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
     app.router.add_post("/detokenize", tokenize.detokenize)
     app.router.add_get("/v1/models", operations.list_models)
     app.router.add_get("/v1/models/{id:.+}", operations.get_model)
+    app.router.add_get("/openapi.json", operations.openapi)
+    app.router.add_get("/docs", operations.docs)
     app.router.add_get("/health", operations.health)
     app.router.add_get("/ready", operations.ready)
     app.router.add_get("/metrics", operations.show_metrics)

@@ -1,4 +1,4 @@
-"""GET endpoints for operators and clients: models, health, readiness, metrics, census."""
+"""GET endpoints for operators and clients: models, documentation, health, metrics, census."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from gateway import docs_page
 from gateway.cluster import Cluster, Worker
 from gateway.frontend import FRONTEND, Frontend
+from gateway.openapi import build_document
 from mesh import metrics
 from mesh.errors import ModelNotFound, Unavailable
 
@@ -65,6 +67,21 @@ async def show_metrics(request: web.Request) -> web.Response:
     # In a thread: it reads /proc and takes milliseconds with many buckets.
     body = await asyncio.to_thread(metrics.render)
     return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """GET /openapi.json."""
+    return _json(await asyncio.to_thread(build_document, request.app[FRONTEND].model.name))
+
+
+async def docs(request: web.Request) -> web.Response:
+    """GET /docs."""
+    document = await asyncio.to_thread(build_document, request.app[FRONTEND].model.name)
+    page = docs_page.render(document)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return web.Response(
+        text=page, content_type="text/html", headers={"Content-Security-Policy": policy}
+    )
 
 
 async def census(request: web.Request) -> web.Response:

@@ -1,0 +1,205 @@
+"""The bodies that the gateway answers with, typed for the OpenAPI document.
+
+Answers are written from preformatted bytes (see ``gateway.sse``) and plain dicts, which is faster;
+the tests hold what is sent against these types, field by field.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from mesh.messages import FinishReason
+
+
+class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Nothing is sent that is not named here."""
+
+
+class CachedTokens(_Answer):
+    """Details of ``prompt_tokens``."""
+
+    cached_tokens: int
+    """Found in a prefix cache."""
+
+
+class Usage(_Answer):
+    """Token counts; a prompt counts once for all its samples."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class TopLogprob(_Answer):
+    """A token that could have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The chosen token."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Answer):
+    """Log-probabilities of a chat choice."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobLists(_Answer):
+    """Log-probabilities of a completion choice: one item a token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class AssistantMessage(_Answer):
+    """The model's turn."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(_Answer):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatAnswer(_Answer):
+    """Answer of POST /v1/chat/completions without ``stream``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatDelta(_Answer):
+    """What a token adds to the message; the first one has the role."""
+
+    content: str
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(_Answer):
+    """One token of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunk(_Answer):
+    """One event of a streamed chat answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionChoice(_Answer):
+    """One answer."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobLists | None
+    finish_reason: FinishReason
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionAnswer(_Answer):
+    """Answer of POST /v1/completions without ``stream``."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(CompletionChoice):
+    """One token of one answer."""
+
+    finish_reason: FinishReason | None  # type: ignore[assignment]
+
+
+class CompletionChunk(_Answer):
+    """One event of a streamed completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Model(_Answer):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(_Answer):
+    """Answer of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Status(_Answer):
+    """Answer of /health and /ready."""
+
+    status: Literal["ok", "ready"]
+
+
+class Census(_Answer):
+    """Answer of GET /debug/census: what each worker says of itself."""
+
+    workers: list[dict[str, Any]]
+
+
+class ErrorDetails(_Answer):
+    """What went wrong."""
+
+    message: str
+    type: Literal["invalid_request_error", "not_found_error", "rate_limit_error", "server_error"]
+    param: str | None
+    """The request's field at fault, such as ``messages[0].role``."""
+    code: str
+
+
+class Error(_Answer):
+    """Every answer that is not a success, and the last event of a stream that failed."""
+
+    error: ErrorDetails
