@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -55,6 +55,8 @@ class Script:
 
     answer: Sequence[int] = (5,)
     """Output token ids, repeated when they run out."""
+    answers: Mapping[int, Sequence[int]] | None = None
+    """Instead: the answer by the prompt's first token."""
     delay_s: float = 0.0
     """Pause before each token."""
     first_delay_s: float = 0.0
@@ -229,17 +231,22 @@ class ScriptedWorker:
         )
         self.server.send(peer_id, failed)
 
-    def _token(self, index: int) -> int:
-        return self.script.answer[index % len(self.script.answer)]
+    def _token(self, request: PrefillRequest | DecodeRequest, index: int) -> int:
+        answers = self.script.answers
+        answer = self.script.answer if answers is None else answers[request.token_ids[0]]
+        return answer[index % len(answer)]
 
     def _reason(self, request: PrefillRequest | DecodeRequest, index: int) -> str | None:
         sampling = request.sampling
-        if self._token(index) in sampling.stop_token_ids and index + 1 > sampling.min_tokens:
+        if (
+            self._token(request, index) in sampling.stop_token_ids
+            and index + 1 > sampling.min_tokens
+        ):
             return "stop"
         return "length" if index + 1 >= sampling.max_tokens else None
 
     def _output(self, request: PrefillRequest | DecodeRequest, index: int) -> TokenOutput:
-        token = self._token(index)
+        token = self._token(request, index)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.num_logprobs >= 0:
             top = tuple((token + i, -0.5 - i) for i in range(request.sampling.num_logprobs))
