@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
 
 from gateway.answer import Prompt
+from gateway.chat_template import MAX_RENDER_S, TemplateTimeout
 from gateway.choice import Choice, Delta
 from gateway.endpoint import Endpoint
-from gateway.frontend import Frontend
+from gateway.frontend import MAX_INLINE_CHARS, Frontend
 from gateway.logprobs import TokenNames, chat_logprobs
 from gateway.prompt_tokens import truncated
 from gateway.schema import ChatMessage, ChatRequest, decode_chat_request
 from gateway.served_model import ServedModel
 from gateway.sse import ChatChunks
 from mesh.errors import InvalidRequest
+
+_INLINE_RENDER_S = 0.01
 
 
 async def chat_completions(http_request: web.Request) -> web.StreamResponse:
@@ -36,8 +40,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
 
     async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
         """See ``Endpoint``."""
-        num_chars = sum(len(message.text) for message in request.messages)
-        ids = await frontend.tokenise(num_chars, lambda: encode_chat(frontend.model, request))
+        ids = await chat_tokens(frontend, request)
         return [Prompt(tuple(truncated(ids, request, frontend.max_model_len)))]
 
     def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
@@ -56,10 +59,28 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         body["prompt_token_ids"] = choices[0].generation.request.prompt_ids
 
 
-def encode_chat(model: ServedModel, request: ChatRequest) -> list[int]:
+async def chat_tokens(frontend: Frontend, request: ChatRequest) -> list[int]:
     """Token ids of the rendered conversation.
 
+    A template that does not finish in a moment begins anew on a thread: however it loops, the event
+    loop goes on.
+
     Raises:
+        InvalidRequest: no template, or the template refuses the messages.
+    """
+    model = frontend.model
+    num_chars = sum(len(message.text) for message in request.messages)
+    if num_chars <= MAX_INLINE_CHARS and not request.chat_template_kwargs:
+        with suppress(TemplateTimeout):
+            return encode_chat(model, request, time_s=_INLINE_RENDER_S)
+    return await frontend.in_thread(lambda: encode_chat(model, request, time_s=MAX_RENDER_S))
+
+
+def encode_chat(model: ServedModel, request: ChatRequest, *, time_s: float) -> list[int]:
+    """As ``chat_tokens``, here and now, with ``time_s`` for the template.
+
+    Raises:
+        TemplateTimeout: it took longer.
         InvalidRequest: no template, or the template refuses the messages.
     """
     if model.chat_template is None:
@@ -70,6 +91,7 @@ def encode_chat(model: ServedModel, request: ChatRequest) -> list[int]:
         add_generation_prompt=not request.continue_final_message if generate is None else generate,
         continue_final_message=request.continue_final_message,
         variables=request.chat_template_kwargs,
+        time_s=time_s,
     )
     ids = model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
     if not ids:

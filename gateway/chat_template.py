@@ -1,6 +1,7 @@
 """Renders a model's Jinja chat template the way transformers does, in a sandbox.
 
-The environment follows transformers `utils/chat_template_utils.py` (_compile_jinja_template).
+The environment follows transformers `utils/chat_template_utils.py` (_compile_jinja_template), with
+limits on what a template may spend (``gateway.template_limits``).
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
+from gateway.template_limits import (
+    BUDGET,
+    MAX_TEXT_CHARS,
+    Budget,
+    BudgetExceeded,
+    LimitedEnvironment,
+    TimeExceeded,
+)
 from mesh.errors import ConfigError, InvalidRequest
 
-MAX_PROMPT_CHARS = 16 << 20
-"""Rendering stops here: a template that loops over its input must not eat the memory."""
+MAX_SOURCE_CHARS = 1 << 20
+MAX_RENDER_S = 2.0
+"""Time for one prompt, on a thread beside the event loop."""
 
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -59,13 +68,17 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+class TemplateTimeout(InvalidRequest):
+    """The template did not finish in its time."""
+
+
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
     )
-    environment.filters["tojson"] = _tojson
+    environment.add_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -82,8 +95,10 @@ class ChatTemplate:
             special_tokens: Variables such as ``bos_token`` and ``eos_token``.
 
         Raises:
-            ConfigError: not valid Jinja.
+            ConfigError: not valid Jinja, or too long.
         """
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ConfigError(f"model: the chat template is over {MAX_SOURCE_CHARS} characters")
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -97,10 +112,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        time_s: float = MAX_RENDER_S,
     ) -> str:
         """Render the prompt text.
 
         Raises:
+            TemplateTimeout: it takes longer than ``time_s``.
             InvalidRequest: the template refuses these messages, or the prompt is too large.
         """
         context = {
@@ -113,16 +130,21 @@ class ChatTemplate:
         context.setdefault("documents", None)
         pieces: list[str] = []
         size = 0
+        token = BUDGET.set(Budget(time_s))
         try:
             for piece in self._template.generate(context):
                 size += len(piece)
-                if size > MAX_PROMPT_CHARS:
-                    raise InvalidRequest("the rendered prompt is too large", param="messages")
+                if size > MAX_TEXT_CHARS:
+                    raise BudgetExceeded("the rendered prompt is too large")
                 pieces.append(piece)
+        except TimeExceeded as error:
+            raise TemplateTimeout(f"chat template: {error}", param="messages") from error
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"chat template: {error}", param="messages") from error
         except RecursionError as error:
             raise InvalidRequest("chat template: nested too deep", param="messages") from error
+        finally:
+            BUDGET.reset(token)
         text = "".join(pieces)
         if continue_final_message:
             return _cut_after_final_message(text, messages[-1]["content"])

@@ -20,7 +20,7 @@ MAX_OPEN_REQUESTS = 4096
 MAX_CHOICES = 128
 """Prompts times samples of one HTTP request."""
 
-_MAX_INLINE_CHARS = 4096
+MAX_INLINE_CHARS = 4096
 """Longer text is tokenised in a thread; this much takes a few milliseconds."""
 
 _NUM_TOKENIZER_THREADS = 2
@@ -123,8 +123,12 @@ class Frontend:
 
     async def tokenise(self, num_chars: int, work: Callable[[], _Result]) -> _Result:
         """Run ``work`` on ``num_chars`` of text, off the event loop when that takes long."""
-        if num_chars <= _MAX_INLINE_CHARS:
+        if num_chars <= MAX_INLINE_CHARS:
             return work()
+        return await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], _Result]) -> _Result:
+        """Run ``work`` off the event loop, after what waits already."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from gateway.chat import encode_chat
+from gateway.chat import chat_tokens
 from gateway.client_writer import send_json
 from gateway.frontend import FRONTEND, Frontend
 from gateway.prompt_tokens import check_token_ids
@@ -59,6 +59,4 @@ async def _encode(
         return await frontend.tokenise(
             len(text), lambda: tokenizer.encode(text, add_special_tokens=special)
         )
-    chat_request = request.as_chat()
-    num_chars = sum(len(message.text) for message in request.messages)
-    return await frontend.tokenise(num_chars, lambda: encode_chat(frontend.model, chat_request))
+    return await chat_tokens(frontend, request.as_chat())

