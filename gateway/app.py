@@ -12,7 +12,7 @@ from aiohttp import web
 
 from gateway import chat, completions, operations, tokenize
 from gateway.cluster import WorkerSource
-from gateway.errors import BodyTimeout, PayloadTooLarge, error_response
+from gateway.errors import BodyTimeout, BrokenBody, PayloadTooLarge, error_response
 from gateway.frontend import FRONTEND, Frontend
 from gateway.request_metrics import count_failure
 from mesh.errors import InvalidRequest, PdmeshError
@@ -95,8 +95,8 @@ async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamR
     except PdmeshError as error:
         count_failure(error.code)
         response = error_response(error)
-        if isinstance(error, BodyTimeout):
-            response.force_close()  # the rest of the body is not waited for
+        if isinstance(error, BodyTimeout | BrokenBody):
+            response.force_close()  # where the next request begins is not known
         return response
     except web.HTTPRequestEntityTooLarge:
         return error_response(PayloadTooLarge("the body is too large"))

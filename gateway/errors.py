@@ -4,6 +4,7 @@ PdmeshError                (mesh/errors.py)
 ├── SlowReader             503  the client reads slower than its answer is made
 ├── PayloadTooLarge        413  the body is over the limit
 ├── BodyTimeout            408  the body did not arrive in time
+├── BrokenBody             400  the body's transfer or content encoding is broken
 ├── UnknownParameter       400  a field that neither OpenAI's nor vLLM's API has
 └── UnsupportedParameter   400  a field that is known and not served
 """
@@ -41,6 +42,10 @@ class BodyTimeout(InvalidRequest):
 
     code = "request_timeout"
     http_status = 408
+
+
+class BrokenBody(InvalidRequest):
+    """The body's transfer or content encoding is broken."""
 
 
 class UnknownParameter(InvalidRequest):

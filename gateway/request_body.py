@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from gateway.errors import BodyTimeout, PayloadTooLarge
+from gateway.errors import BodyTimeout, BrokenBody, PayloadTooLarge
 from gateway.frontend import Frontend
 
 MAX_BODY_S = 30.0
@@ -21,11 +21,14 @@ async def read_body(
     Raises:
         PayloadTooLarge: it is over the gateway's limit.
         BodyTimeout: it did not arrive in time; the connection is closed after the answer.
+        BrokenBody: it cannot be decoded; the connection is closed, too.
     """
     try:
         async with asyncio.timeout(MAX_BODY_S if timeout_s is None else timeout_s):
             return await http_request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise PayloadTooLarge(f"the body is over {frontend.max_body_bytes} bytes") from error
+    except web.RequestPayloadError as error:
+        raise BrokenBody("the body's encoding is broken") from error
     except TimeoutError as error:
         raise BodyTimeout("the body did not arrive in time") from error

@@ -193,6 +193,7 @@ _ALSO_REFUSED: dict[type, tuple[str, ...]] = {
     CompletionRequest: ("messages", "top_logprobs", "max_completion_tokens"),
 }
 
+_OWN_VARIABLES = {"messages", "add_generation_prompt", "continue_final_message"}
 _AT_PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -287,6 +288,10 @@ def check_together(request: GenerationFields) -> None:
     if isinstance(request, ChatRequest):
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
+        for name in _OWN_VARIABLES & (request.chat_template_kwargs or {}).keys():
+            raise InvalidRequest(
+                f"{name} is a field of its own", param=f"chat_template_kwargs.{name}"
+            )
         if request.continue_final_message:
             if request.add_generation_prompt:
                 raise InvalidRequest(

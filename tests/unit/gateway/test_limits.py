@@ -91,6 +91,21 @@ async def test_a_packed_body_counts_unpacked(client: Client, cluster: ScriptedCl
     assert (status, answer["error"]["code"]) == (413, "payload_too_large")
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+        b"Content-Encoding: deflate\r\nContent-Length: 2\r\n\r\n{}",
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}",
+    ],
+)
+async def test_a_broken_encoding_is_400(cluster: ScriptedCluster, rest: bytes) -> None:
+    async with connected(cluster) as (reader, writer):
+        writer.write(HEAD + rest)
+        assert (await reader.readline()).split()[1] == b"400"
+        await reader.read()  # and the connection is closed
+
+
 async def test_too_many_messages_and_stops(client: Client) -> None:
     for fields, param in (
         ({"messages": MESSAGES * 4097}, "messages"),

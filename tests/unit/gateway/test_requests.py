@@ -128,6 +128,7 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
         ({"echo": True}, "echo"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"messages": [{**MESSAGES[0], "mood": "x"}]}, "messages[0].mood"),

@@ -81,7 +81,7 @@ def test_endless_templates_end(source: str) -> None:
     started_s = time.monotonic()
     with pytest.raises(InvalidRequest, match=r"too long|too much"):
         template.render(MESSAGES, time_s=0.05)
-    assert time.monotonic() - started_s < 1.0, "0.05 s, and a machine that is busy"
+    assert time.monotonic() - started_s < 5.0, "0.05 s, and a machine that is busy"
 
 
 @pytest.mark.parametrize("source", GROWING)
@@ -161,7 +161,7 @@ async def test_the_event_loop_goes_on_under_an_endless_template(
     status, body = await request
     assert (status, body["error"]["param"]) == (400, "messages")
     assert "too long" in body["error"]["message"]
-    assert len(gaps) > 20, "the loop turned all the while"
+    assert len(gaps) > 10, "the loop turned all the while"
     assert sum(gaps) > 0.4
     assert not any(worker.seen.requests for worker in cluster.workers)
 
