@@ -23,6 +23,9 @@ MAX_CHOICES = 128
 MAX_INLINE_CHARS = 4096
 """Longer text is tokenised in a thread; this much takes a few milliseconds."""
 
+MAX_RECEIVING_BYTES = 512 << 20
+"""Bodies on their way in, all together."""
+
 _NUM_TOKENIZER_THREADS = 2
 
 _OPEN_REQUESTS = metrics.gauge("pdmesh:gateway_open_requests", "HTTP requests being served.")
@@ -55,6 +58,8 @@ class Frontend:
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())
         self.num_open_requests = 0
+        self.receiving_bytes = 0
+        """Room held for bodies that are on their way in."""
         self.is_draining = False
         """Set at shutdown: requests that run may finish, new ones are refused, /ready says no."""
         self.running: set[RunningAnswer] = set()
@@ -120,6 +125,21 @@ class Frontend:
             if self.num_open_requests == 0:
                 self._idle.set()
             _OPEN_REQUESTS.set(self.num_open_requests)
+
+    @contextmanager
+    def receiving(self, num_bytes: int) -> Iterator[None]:
+        """Hold room for a body while it arrives, so that slow senders cannot fill the memory.
+
+        Raises:
+            Overloaded: there is none.
+        """
+        if self.receiving_bytes and self.receiving_bytes + num_bytes > MAX_RECEIVING_BYTES:
+            raise Overloaded("too many bodies are on their way in")
+        self.receiving_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.receiving_bytes -= num_bytes
 
     async def tokenise(self, num_chars: int, work: Callable[[], _Result]) -> _Result:
         """Run ``work`` on ``num_chars`` of text, off the event loop when that takes long."""

@@ -13,19 +13,22 @@ MAX_BODY_S = 30.0
 """A body that takes longer than this to arrive is given up."""
 
 
-async def read_body(
-    http_request: web.Request, frontend: Frontend, *, timeout_s: float | None = None
-) -> bytes:
+async def read_body(http_request: web.Request, frontend: Frontend) -> bytes:
     """Return the whole body.
 
     Raises:
         PayloadTooLarge: it is over the gateway's limit.
         BodyTimeout: it did not arrive in time; the connection is closed after the answer.
         BrokenBody: it cannot be decoded; the connection is closed, too.
+        Overloaded: other clients' bodies take all the room.
     """
+    size = frontend.max_body_bytes
+    if http_request.content_length is not None and "Content-Encoding" not in http_request.headers:
+        size = min(size, http_request.content_length)
     try:
-        async with asyncio.timeout(MAX_BODY_S if timeout_s is None else timeout_s):
-            return await http_request.read()
+        with frontend.receiving(size):
+            async with asyncio.timeout(MAX_BODY_S):
+                return await http_request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise PayloadTooLarge(f"the body is over {frontend.max_body_bytes} bytes") from error
     except web.RequestPayloadError as error:

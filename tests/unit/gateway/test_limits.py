@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from gateway import client_writer, request_body, request_metrics
+from gateway import client_writer, frontend, request_body, request_metrics
 from gateway.served_model import ServedModel
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster, wait_until
@@ -89,6 +89,21 @@ async def test_a_packed_body_counts_unpacked(client: Client, cluster: ScriptedCl
     assert len(body) < 1 << 20
     status, answer = await client.post(COMPLETIONS, body, headers={"Content-Encoding": "gzip"})
     assert (status, answer["error"]["code"]) == (413, "payload_too_large")
+
+
+async def test_bodies_on_their_way_in_are_bounded_together(
+    client: Client, cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontend, "MAX_RECEIVING_BYTES", 1000)
+    async with connected(cluster) as (_, first), connected(cluster) as (_, second):
+        for writer in (first, second):
+            writer.write(HEAD + b"Content-Length: 450\r\n\r\n{")
+        await wait_until(lambda: cluster.frontend.receiving_bytes == 900)
+        status, body = await client.post("/tokenize", {"prompt": "a" * 100})
+        assert (status, body["error"]["code"]) == (429, "overloaded")
+        assert (await client.post("/tokenize", {"prompt": "a"}))[0] == 200
+    await wait_until(lambda: cluster.frontend.receiving_bytes == 0)
+    assert (await client.post("/tokenize", {"prompt": "a" * 100}))[0] == 200
 
 
 @pytest.mark.parametrize(
