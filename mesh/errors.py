@@ -106,6 +106,7 @@ class IncompatiblePeer(ProtocolError):
     """Two workers can't exchange KV: layout or data plane differ. Other pairs may."""
 
     code = "incompatible_peer"
+    http_status = 503
     retryable = True
 
 
