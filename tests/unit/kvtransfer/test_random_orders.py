@@ -9,6 +9,7 @@ both sides, every block comes back exactly once, and what was committed is what 
 from __future__ import annotations
 
 import itertools
+import os
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -303,7 +304,7 @@ class TransferMachine(RuleBasedStateMachine):
 
 TestTransferMachine = TransferMachine.TestCase
 TestTransferMachine.settings = settings(
-    max_examples=300,
+    max_examples=int(os.environ.get("PDMESH_RANDOM_ORDERS", "300")),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

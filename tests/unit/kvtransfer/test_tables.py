@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from kvtransfer.errors import IllegalTransition
+from kvtransfer.rank_group import GROUP_TRANSITIONS, GroupState, GroupTrigger
 from kvtransfer.receiver_state import RECEIVE_TRANSITIONS, ReceiveState, ReceiveTrigger
 from kvtransfer.sender_state import SEND_TRANSITIONS, SendState, SendTrigger
 
 TABLES = [
     (RECEIVE_TRANSITIONS, ReceiveState, ReceiveTrigger, {"COMMITTED", "RELEASED"}, "OPENING"),
+    (GROUP_TRANSITIONS, GroupState, GroupTrigger, {"COMMITTED", "RELEASED"}, "OPEN"),
     (SEND_TRANSITIONS, SendState, SendTrigger, {"CLOSED"}, "EXPECTED"),
 ]
 
