@@ -11,8 +11,9 @@ from mesh.messages import Grant, PrefillDone, TransferNack
 class NotOpen:
     """Remembers last words and early grants; every question about them gets its answer."""
 
-    def __init__(self, outbox: Outbox, hold_s: float) -> None:
-        """Borrow ``outbox``; grants wait ``hold_s`` for their request."""
+    def __init__(self, outbox: Outbox, epoch: int, hold_s: float) -> None:
+        """Borrow ``outbox``; ``epoch`` is the sender's, grants wait ``hold_s`` for a request."""
+        self._epoch = epoch
         self._outbox = outbox
         self._held = HeldGrants(hold_s)
         self._tombstones = Tombstones()
@@ -79,6 +80,8 @@ class NotOpen:
 
     def _refuse(self, receiver_id: str, transfer_id: str, code: str, message: str) -> None:
         """Once said, it stays refused."""
-        nack = TransferNack(transfer_id=transfer_id, code=code, message=message)
+        nack = TransferNack(
+            transfer_id=transfer_id, code=code, message=message, sender_epoch=self._epoch
+        )
         self._outbox.post(receiver_id, nack)
         self._tombstones.add(transfer_id, nack)

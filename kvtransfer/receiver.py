@@ -282,6 +282,11 @@ class TransferReceiver:
         Two exceptions: it tore a connection down under a write, and bytes may wait in a socket
         here; or it could not reach the endpoint, which must be replaced by another one.
         """
+        if message.sender_epoch != incoming.sender.epoch:
+            # Another start of P can't speak for what the one that was granted still has in flight.
+            if message.sender_epoch > incoming.sender.epoch:
+                self._fence(incoming.sender.worker_id, "peer_restarted")
+            return
         code = message.code if isinstance(message, TransferNack) else ""
         if code in (WRITE_ABORTED, Unreachable.code):
             if incoming.state in (ReceiveState.GRANTED, ReceiveState.CANCELLING):

@@ -84,7 +84,7 @@ class TransferSender:
         )
         self._outbox = Outbox(send, clock, lease_s)
         self._renewal = RenewalTimer(lease_s)
-        self._not_open = NotOpen(self._outbox, lease_s / 2)
+        self._not_open = NotOpen(self._outbox, epoch, lease_s / 2)
         self._outgoing: dict[str, Outgoing] = {}
         self._events: list[SenderEvent] = []
         self._backlog = Backlog()
@@ -154,8 +154,9 @@ class TransferSender:
         if outgoing.done is not None:
             raise ValueError(f"transfer {transfer_id} is already finished")
         outgoing.done = PrefillDone(
-            transfer_id=transfer_id, first_token_id=first_token_id, finished=finished, num_chunks=0
-        )
+            transfer_id=transfer_id, first_token_id=first_token_id, finished=finished,
+            num_chunks=0, sender_epoch=self.epoch,
+        )  # fmt: skip
         outgoing.time.finish(self._clock())
         if finished:
             outgoing.pending.clear()
@@ -227,9 +228,7 @@ class TransferSender:
         if outgoing is None:
             self._not_open.on_grant(receiver_id, grant, fault, self._clock())
         elif outgoing.receiver_id != receiver_id:
-            nack = TransferNack(
-                transfer_id=transfer_id, code="wrong_receiver", message="granted by another worker"
-            )
+            nack = self._nack(transfer_id, "wrong_receiver", "granted by another worker")
             self._outbox.post(receiver_id, nack)
         elif outgoing.grant is not None:
             if outgoing.grant != grant:
@@ -370,7 +369,7 @@ class TransferSender:
             )
             return
         code, message = outgoing.failure
-        nack = TransferNack(transfer_id=outgoing.transfer_id, code=code, message=message)
+        nack = self._nack(outgoing.transfer_id, code, message)
         self._not_open.add_last_word(outgoing.transfer_id, nack)
         if outgoing.grant is not None and code != "peer_down":
             self._outbox.post(outgoing.receiver_id, nack)
@@ -397,6 +396,11 @@ class TransferSender:
         elif outgoing.state is SendState.DRAINING and outgoing.in_flight:
             # A frozen receiver never takes the write; only tearing the connection down ends it.
             self._drop_peer(outgoing.receiver_id, "peer_lost", "a write did not end in time")
+
+    def _nack(self, transfer_id: str, code: str, message: str) -> TransferNack:
+        return TransferNack(
+            transfer_id=transfer_id, code=code, message=message, sender_epoch=self.epoch
+        )
 
     def _find(self, receiver_id: str, transfer_id: str) -> Outgoing | None:
         outgoing = self._outgoing.get(transfer_id)

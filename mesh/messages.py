@@ -333,6 +333,8 @@ class PrefillDone(Message, frozen=True, tag="prefill-done"):
     finished: bool
     """The answer ended at this token: nothing is transferred, D drops its reservation."""
     num_chunks: int
+    sender_epoch: int = 0
+    """Which start of P says so: it speaks for its own writes only."""
 
 
 class TransferAck(Message, frozen=True, tag="ack"):
@@ -350,12 +352,14 @@ class TransferCancel(Message, frozen=True, tag="cancel"):
 class TransferNack(Message, frozen=True, tag="nack"):
     """P will not write (any more): unknown, expired, out of epoch, incompatible, cancelled, failed.
 
-    After it, no write of this transfer is in flight: D may reuse the blocks.
+    After it, no write of this start of P is in flight for the transfer: D may reuse the blocks.
     """
 
     transfer_id: str
     code: str
     message: str
+    sender_epoch: int = 0
+    """As in PrefillDone."""
 
 
 class LeaseRenew(Message, frozen=True, tag="lease"):

@@ -66,9 +66,11 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
         "cffa7286159af09af2",
     ),
     (
-        PrefillDone(transfer_id="t-1", first_token_id=42, finished=False, num_chunks=4),
-        ["prefill-done", "t-1", 42, False, 4],
-        "930295ac70726566696c6c2d646f6e65a3742d312ac204cf2c7ab548eea12732",
+        PrefillDone(
+            transfer_id="t-1", first_token_id=42, finished=False, num_chunks=4, sender_epoch=8
+        ),
+        ["prefill-done", "t-1", 42, False, 4, 8],
+        "930296ac70726566696c6c2d646f6e65a3742d312ac20408cf73b811f7e6381f37",
     ),
     (TransferAck(transfer_id="t-1"), ["ack", "t-1"], "930292a361636ba3742d31cfeb62343a8e032267"),
     (
@@ -77,9 +79,9 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
         "930292a663616e63656ca3742d31cff12953fe3b1183d7",
     ),
     (
-        TransferNack(transfer_id="t-1", code="unknown", message="no"),
-        ["nack", "t-1", "unknown", "no"],
-        "930294a46e61636ba3742d31a7756e6b6e6f776ea26e6fcfe46ce427484f8119",
+        TransferNack(transfer_id="t-1", code="unknown", message="no", sender_epoch=8),
+        ["nack", "t-1", "unknown", "no", 8],
+        "930295a46e61636ba3742d31a7756e6b6e6f776ea26e6f08cf9c270b5205ff7c50",
     ),
     (
         LeaseRenew(transfer_ids=("t-1", "t-2")),
