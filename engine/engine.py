@@ -14,6 +14,7 @@ import torch
 from engine.backends.base import Backend, KVCacheSpec
 from engine.batch import build_batch
 from engine.block_pool import BlockPool
+from engine.constrainer import Constrainer
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.sampler import SampledToken, sample
@@ -21,7 +22,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.weights import open_model
 from mesh.config import WorkerConfig
-from mesh.errors import ConfigError
+from mesh.errors import ConfigError, GrammarFailed
 from mesh.messages import PROTOCOL_VERSION
 from mesh.model_files import resolve_model
 
@@ -51,6 +52,8 @@ class StepOutcome:
     """Sequences dropped at their deadline; their blocks are free."""
     displaced: Sequence | None
     """A computed sequence to give up, see ``StepPlan``."""
+    failed: list[tuple[Sequence, GrammarFailed]]
+    """Sequences that cannot go on, still running: the caller ends them."""
 
 
 class Engine:
@@ -77,6 +80,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
         )
+        self.constrainer = Constrainer(files, self.model_config.vocab_size)
         self.fingerprint = _fingerprint(self.model_config, weights_hash, self.kv_spec)
         self.step_time_s = 0.0
         self.tokens_per_s = 0.0
@@ -88,13 +92,21 @@ class Engine:
         """Schedule, compute, sample. Cheap when there is nothing to do."""
         plan = self.scheduler.schedule()
         results: list[StepResult] = []
+        failed: list[tuple[Sequence, GrammarFailed]] = []
         if plan.chunks:
             start_s = time.monotonic()
             batch = build_batch(plan.chunks, self.scheduler.block_size)
             sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+            self.constrainer.begin(sampled)
             logits = self.model.forward(batch)
+            late, failed = self.constrainer.collect(sampled)
+            if late or failed:
+                unsampled = {*late, *(sequence for sequence, _ in failed)}
+                rows = [i for i, sequence in enumerate(sampled) if sequence not in unsampled]
+                sampled = [sampled[i] for i in rows]
+                logits = logits[rows]
             tokens = sample(logits, sampled) if sampled else []
-            self.scheduler.step_done(plan)
+            self.scheduler.step_done(plan, late=late)
             for sequence, token in zip(sampled, tokens, strict=True):
                 sequence.append(token.token_id)
                 results.append(StepResult(sequence, token))
@@ -105,6 +117,7 @@ class Engine:
             reserved=plan.reserved,
             expired=plan.expired,
             displaced=plan.displaced,
+            failed=failed,
         )
 
     def rest(self) -> None:

@@ -70,6 +70,10 @@ class ModelThread(Generic[Command, Event]):
         self._inbox.append(command)
         self._wake.set()
 
+    def wake(self) -> None:
+        """Something outside the inbox has changed: look again. From any thread."""
+        self._wake.set()
+
     async def close(self) -> None:
         """Stop after the current step and wait for it."""
         self._stop = True

@@ -49,6 +49,8 @@ class WorkerRuntime(Generic[Command, Event]):
         )
         self.post = self._thread.post
         """Queue a command for the hot loop; from any thread."""
+        self.wake = self._thread.wake
+        """Look for work again; from any thread."""
         self.draining = False
 
     def poll_soon(self) -> None:

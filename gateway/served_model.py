@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 
 from gateway.chat_template import ChatTemplate
-from gateway.tokenizer import (
+from mesh.errors import ConfigError
+from mesh.gguf_metadata import read_gguf_metadata
+from mesh.model_files import ModelFiles
+from mesh.tokenizer import (
     Tokenizer,
     load_gguf_tokenizer,
     load_hf_tokenizer,
     read_json,
     special_token,
 )
-from mesh.errors import ConfigError
-from mesh.gguf_metadata import read_gguf_metadata
-from mesh.model_files import ModelFiles
 
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<turn|>")
 _DEFAULT_CONTEXT_TOKENS = 2048

@@ -14,8 +14,8 @@ import orjson
 from gateway.choice import Choice, Delta
 from gateway.errors import error_body
 from gateway.logprobs import CompletionLogprobs, chat_logprobs
-from gateway.tokenizer import Tokenizer
 from mesh.errors import PdmeshError
+from mesh.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 

@@ -97,6 +97,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     """Generation ends at any of these (the model's EOS ids included, unless ignored)."""
     num_logprobs: int = -1
     """-1 none; 0 the sampled token's only; k the top k as well."""
+    grammar: str = ""
+    """What the output must follow, as ``mesh.grammar`` takes it; stop tokens end the answer where
+    it is complete, and nowhere else. "" is free text."""
 
 
 class PeerRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
