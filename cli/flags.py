@@ -19,6 +19,7 @@ import msgspec
 from mesh.config import (
     KV_DTYPES,
     LOG_LEVELS,
+    TOOL_CALL_PARSERS,
     TRANSPORTS,
     WEIGHTS,
     GatewayConfig,
@@ -55,6 +56,13 @@ _GATEWAY_FLAGS = (
     _Flag("port", int, "PORT", "port of the HTTP API; 0 takes any free one"),
 )
 _REQUEST_FLAGS = (
+    _Flag(
+        "tool_call_parser",
+        str,
+        "NAME",
+        "how the model writes tool calls; auto: as its chat template shows",
+        TOOL_CALL_PARSERS,
+    ),
     _Flag("request_timeout_s", float, "SECONDS", "deadline of one request"),
     _Flag("max_body_bytes", int, "BYTES", "largest accepted HTTP body"),
 )

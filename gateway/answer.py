@@ -15,6 +15,7 @@ from aiohttp import web
 from gateway.choice import Choice, Delta
 from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.generation import Generation, GenerationRequest
+from gateway.output_rules import OutputRules
 from gateway.request_metrics import RequestMetrics, count_failure
 from gateway.sampling import build_sampling, seed_of_sample
 from gateway.schema import ChatRequest, CompletionRequest
@@ -43,6 +44,7 @@ class Answer:
         request: ChatRequest | CompletionRequest,
         prompts: Sequence[Prompt],
         *,
+        rules: OutputRules,
         arrived_s: float,
         on_slow_reader: Callable[[], None],
     ) -> None:
@@ -52,6 +54,7 @@ class Answer:
             frontend: The gateway.
             request: The decoded body.
             prompts: Its prompts, tokenised.
+            rules: What the answers follow; its grammar has been checked.
             arrived_s: ``time.monotonic()`` when the HTTP request came.
             on_slow_reader: Called when the client reads too slowly; must break the connection.
 
@@ -67,8 +70,10 @@ class Answer:
         self._wake = asyncio.Event()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + frontend.request_timeout_s - (time.monotonic() - arrived_s)
-        tokenizer = frontend.model.tokenizer
-        skip = request.skip_special_tokens
+        pieces: Sequence[bytes] = frontend.model.tokenizer.pieces_with_special
+        if request.skip_special_tokens:
+            tools = rules.tools is not None
+            pieces = frontend.model.tool_pieces if tools else frontend.model.tokenizer.pieces
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         self.choices: list[Choice] = []
         for prompt in prompts:
@@ -77,6 +82,7 @@ class Answer:
                 frontend.model,
                 num_prompt_tokens=len(prompt.token_ids),
                 max_model_len=frontend.max_model_len,
+                grammar=rules.grammar,
             )
             first: Generation | None = None
             for sample in range(self.samples_per_prompt):
@@ -103,11 +109,12 @@ class Answer:
                 choice = Choice(
                     index,
                     generation,
-                    tokenizer.pieces if skip else tokenizer.pieces_with_special,
+                    pieces,
                     request_metrics,
                     stops=stops,
                     include_stop=request.include_stop_str_in_output,
                     prefix=prompt.shown,
+                    tools=None if rules.tools is None else rules.tools.parser(),
                 )
                 self.choices.append(choice)
 

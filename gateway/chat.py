@@ -11,9 +11,12 @@ from gateway.choice import Delta
 from gateway.endpoint import Endpoint
 from gateway.frontend import Frontend
 from gateway.logprobs import chat_logprobs
-from gateway.schema import ChatMessage, ChatRequest, decode_chat_request
+from gateway.output_rules import callable_tools
+from gateway.schema import ChatRequest, decode_chat_request
 from gateway.served_model import ServedModel
 from gateway.sse import ChatChunks
+from gateway.tool_calls import joined_calls
+from gateway.tool_prompt import described_turns, native_turns, tools_variable
 from mesh.errors import InvalidRequest
 
 
@@ -36,6 +39,8 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
         """See ``Endpoint``."""
         num_chars = sum(len(message.text) for message in request.messages)
+        if request.tools:
+            num_chars += len(str(request.tools))
         ids = await frontend.tokenise(num_chars, lambda: _encode(frontend.model, request))
         return [Prompt(tuple(ids))]
 
@@ -48,7 +53,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         content = [chat_logprobs(entry, tokenizer) for entry in entries]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(d.text for d in deltas)},
+            "message": _message(deltas),
             "logprobs": {"content": content, "refusal": None} if content else None,
             "finish_reason": deltas[-1].finish_reason,
         }
@@ -61,12 +66,19 @@ class ChatEndpoint(Endpoint[ChatRequest]):
 def _encode(model: ServedModel, request: ChatRequest) -> list[int]:
     if model.chat_template is None:
         raise InvalidRequest("the model has no chat template", param="messages")
+    template, tools = model.chat_template, callable_tools(request)
+    variables = request.chat_template_kwargs or {}
+    if template.knows_tools:
+        turns = native_turns(request.messages)
+        variables = variables | {"tools": tools_variable(tools)} if tools else variables
+    else:
+        turns = described_turns(request.messages, tools)
     generate = request.add_generation_prompt
-    text = model.chat_template.render(
-        [_turn(message) for message in request.messages],
+    text = template.render(
+        turns,
         add_generation_prompt=not request.continue_final_message if generate is None else generate,
         continue_final_message=request.continue_final_message,
-        variables=request.chat_template_kwargs,
+        variables=variables,
     )
     ids = model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
     if not ids:
@@ -74,9 +86,9 @@ def _encode(model: ServedModel, request: ChatRequest) -> list[int]:
     return ids
 
 
-def _turn(message: ChatMessage) -> dict[str, str]:
-    # "developer" is OpenAI's newer name of the role that templates know as "system".
-    turn: dict[str, str] = {"role": "system" if message.role == "developer" else message.role}
-    if message.name is not None:
-        turn["name"] = message.name
-    return turn | {"content": message.text}
+def _message(deltas: list[Delta]) -> dict[str, Any]:
+    content = "".join(delta.text for delta in deltas)
+    calls = joined_calls(deltas)
+    if not calls:
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -84,10 +85,15 @@ class ChatTemplate:
         Raises:
             ConfigError: not valid Jinja.
         """
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"model: chat template line {error.lineno}: {error}") from error
+        self.source = source
+        self.knows_tools = "tools" in names
+        """Whether it shows the ``tools`` variable, calls and results to its model."""
         self._special_tokens = dict(special_tokens or {})
 
     def render(

@@ -13,6 +13,7 @@ from gateway.answer import Answer, Prompt, stream_answer
 from gateway.choice import Delta
 from gateway.errors import PayloadTooLarge, SlowReader
 from gateway.frontend import FRONTEND, Frontend
+from gateway.output_rules import output_rules
 from gateway.request_metrics import count_failure
 from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks, Stream
@@ -57,11 +58,15 @@ class Endpoint(Generic[_Request]):
         request = self.decode(await _read_body(http_request, frontend))
         frontend.check_model(request.model)
         with frontend.admitted():
+            rules = output_rules(request, frontend.model)
+            if rules.grammar:
+                await frontend.grammars.check(rules.grammar, rules.param)
             prompts = await self.prompts(frontend, request)
             answer = Answer(
                 frontend,
                 request,
                 prompts,
+                rules=rules,
                 arrived_s=arrived_s,
                 on_slow_reader=lambda: _break_connection(http_request),
             )

@@ -20,6 +20,7 @@ def build_sampling(
     *,
     num_prompt_tokens: int,
     max_model_len: int,
+    grammar: str = "",
 ) -> SamplingParams:
     """Validate against the model and the prompt, and fill every field.
 
@@ -39,6 +40,8 @@ def build_sampling(
         _check_token(token_id, model, "stop_token_ids")
     if not request.ignore_eos:
         stop_token_ids += model.eos_token_ids
+    if grammar and not stop_token_ids:
+        raise InvalidRequest("the model has no token that could end a structured output")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_given(request.temperature, defaults.temperature),
@@ -53,6 +56,7 @@ def build_sampling(
         min_tokens=min_tokens,
         stop_token_ids=tuple(sorted(set(stop_token_ids))),
         num_logprobs=_num_logprobs(request),
+        grammar=grammar,
     )
 
 

@@ -13,6 +13,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from gateway.structured_fields import (
+    ChoiceList,
+    GrammarText,
+    JsonSchema,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from gateway.tool_fields import ToolCallList, ToolChoice, ToolList, check_tools
 from mesh.errors import InvalidRequest
 from mesh.messages import SloClass
 
@@ -31,12 +39,6 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Only plain text is served."""
-
-    type: Literal["text"]
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -65,6 +67,12 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    """The ``guided_`` fields are vLLM's older names of those in ``structured_outputs``."""
+    guided_regex: GrammarText | None = None
+    guided_choice: ChoiceList | None = None
+    guided_grammar: GrammarText | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
@@ -89,9 +97,11 @@ class TextPart(msgspec.Struct, kw_only=True):
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One turn."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: ToolCallList | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
@@ -106,6 +116,9 @@ class ChatRequest(GenerationFields, kw_only=True):
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
@@ -132,8 +145,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     for name in (
         *("tools", "functions", "suffix", "audio", "prediction", "web_search_options"),
         *("chat_template", "documents", "mm_processor_kwargs", "prompt_logprobs"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("structured_outputs", "structural_tag", "logits_processors", "bad_words"),
+        *("structural_tag", "logits_processors", "bad_words"),
         *("allowed_token_ids", "use_beam_search", "truncate_prompt_tokens", "prompt_embeds"),
         *("return_tokens_as_token_ids", "lora", "thinking_token_budget", "verbosity"),
     )
@@ -176,7 +188,8 @@ def decode_completion_request(body: bytes) -> CompletionRequest:
 def _decode(body: bytes, decoder: msgspec.json.Decoder[_Request], kind: type[_Request]) -> _Request:
     try:
         fields = _raw_decoder.decode(body)
-        for name in fields.keys() & (_REFUSED.keys() | set(_ALSO_REFUSED[kind])):
+        refused = (_REFUSED.keys() - set(kind.__struct_fields__)) | set(_ALSO_REFUSED[kind])
+        for name in fields.keys() & refused:
             value = msgspec.json.decode(fields[name])
             if not any(value == nothing for nothing in _REFUSED.get(name, _NOTHING)):
                 raise InvalidRequest(f"{name} is not supported", param=name)
@@ -209,6 +222,8 @@ def _check_together(request: GenerationFields) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream", param="stream_options")
     if isinstance(request, ChatRequest):
+        check_tools(request.tools, request.tool_choice)
+        _check_messages(request.messages)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
         if request.continue_final_message:
@@ -221,3 +236,13 @@ def _check_together(request: GenerationFields) -> None:
                 raise InvalidRequest("the final message is empty", param="continue_final_message")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not supported", param="logprobs")
+
+
+def _check_messages(messages: list[ChatMessage]) -> None:
+    for index, message in enumerate(messages):
+        if message.tool_calls and message.role != "assistant":
+            param = f"messages[{index}].tool_calls"
+            raise InvalidRequest(f"{param}: only an assistant calls tools", param=param)
+        if (message.tool_call_id is None) == (message.role == "tool"):
+            param = f"messages[{index}].tool_call_id"
+            raise InvalidRequest(f"{param}: needed by role tool, and by no other", param=param)
