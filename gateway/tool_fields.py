@@ -53,6 +53,8 @@ class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: ToolName
     arguments: str
     """JSON text of an object."""
+    parsed_arguments: Any = None
+    """Left by the ``openai`` package; not read."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ same limits, so that what the gateway accepts compiles on the workers.
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,9 @@ from mesh.tokenizer import Tokenizer
 MAX_GRAMMAR_BYTES = 256 << 10
 
 _MAX_MESSAGE_CHARS = 300
+_SOURCE_LINE = re.compile(r"\s+(\d+ \||\^+$)|.{200}")
+"""Lines of an error message that show the grammar again."""
+
 _STACK_BYTES = 256 << 20
 """Address space, not memory. The library recurses along chains of rules; the longest chain that
 fits ``MAX_GRAMMAR_BYTES`` needs about half of this, and an overflow would end the process."""
@@ -88,8 +92,9 @@ def check(matcher: LLMatcher) -> None:
         GrammarFailed: it is in its error state.
     """
     if matcher.is_error():
-        text = " ".join(matcher.get_error().split("\n   ", 1)[0].split())
-        raise GrammarFailed(text[:_MAX_MESSAGE_CHARS] or "the grammar cannot be followed")
+        lines = matcher.get_error().splitlines()
+        told = " ".join(line.strip() for line in lines if not _SOURCE_LINE.match(line))
+        raise GrammarFailed(told[:_MAX_MESSAGE_CHARS] or "the grammar cannot be followed")
 
 
 _stack_size_lock = threading.Lock()
