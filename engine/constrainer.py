@@ -40,6 +40,8 @@ class Constrainer:
         """Args: files: the model's, for its tokenizer. num_tokens: width of the logits."""
         self.on_ready: Callable[[], None] = lambda: None
         """Called from a thread when a held sequence may go on."""
+        self.num_late = 0
+        """Tokens put off because their mask was not there in time."""
         self._files = files
         self._num_tokens = num_tokens
         self._vocabulary: GrammarVocabulary | None = None
@@ -94,6 +96,7 @@ class Constrainer:
                 sequence.constraint.result(max(0.0, end_s - now_s))
             except TimeoutError:
                 late.append(sequence)
+                self.num_late += 1
             except GrammarFailed as error:
                 failed.append((sequence, error))
         return late, failed

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from mesh.errors import InvalidRequest
 
 ChoiceList = Annotated[
     list[Annotated[str, Meta(max_length=4096)]], Meta(min_length=1, max_length=1024)
@@ -13,6 +16,29 @@ ChoiceList = Annotated[
 GrammarText = Annotated[str, Meta(min_length=1, max_length=64 << 10)]
 JsonSchema = dict[str, Any] | GrammarText
 """A schema, or its JSON text."""
+
+
+_MAX_DEPTH = 100
+
+
+def check_depth(value: Any, param: str) -> None:
+    """Refuse JSON that is nested deeper than what handles it later can follow.
+
+    Raises:
+        InvalidRequest: over the limit; names ``param``.
+    """
+    level, depth = [value], 0
+    while level:
+        if depth > _MAX_DEPTH:
+            raise InvalidRequest(f"{param}: nested over {_MAX_DEPTH} deep", param=param)
+        level = [inner for outer in level for inner in _items(outer)]
+        depth += 1
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from gateway.schema import GenerationFields
+from gateway.structured_fields import check_depth
 from mesh.errors import InvalidRequest
 
 _JSON_WHITESPACE = "( |\\n {0,16})?"
@@ -67,6 +68,7 @@ def _json(param: str, schema: Mapping[str, Any] | str) -> OutputFormat:
             raise InvalidRequest(f"{param}: not JSON: {error}", param=param) from error
         if not isinstance(schema, dict):
             raise InvalidRequest(f"{param}: the schema is not an object", param=param)
+    check_depth(schema, param)
     rule = json_rule(schema)
     return OutputFormat(param, f"start: {rule}", rule)
 

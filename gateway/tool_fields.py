@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from gateway.structured_fields import check_depth
 from mesh.errors import InvalidRequest
 
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
@@ -76,6 +77,8 @@ def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
     Raises:
         InvalidRequest: a choice without the tool it needs, or two tools of one name.
     """
+    for index, tool in enumerate(tools or ()):
+        check_depth(tool.function.parameters, f"tools[{index}].function.parameters")
     names = [tool.function.name for tool in tools or ()]
     for index, name in enumerate(names):
         if name in names[:index]:

@@ -318,11 +318,12 @@ def _read_call(text: str, arguments_key: str) -> tuple[str, str] | None:
         arguments = call[arguments_key]
         if isinstance(arguments, str):  # some models quote them
             arguments = json.loads(arguments)
+        written = json.dumps(arguments, ensure_ascii=False)
     except (ValueError, KeyError, RecursionError):
         return None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, written
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from gateway.schema import ChatMessage
+from gateway.structured_fields import check_depth
 from gateway.tool_fields import Tool, ToolCall
 from gateway.tool_format import FORMATS
 from mesh.errors import InvalidRequest
@@ -121,6 +122,7 @@ def _arguments(call: ToolCall, message: int, position: int) -> dict[str, Any]:
         raise InvalidRequest(f"{param}: not JSON: {error}", param=param) from error
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{param}: not a JSON object", param=param)
+    check_depth(arguments, param)
     return arguments
 
 

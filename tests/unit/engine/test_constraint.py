@@ -133,6 +133,7 @@ def test_others_run_while_a_mask_is_late(llama: CharacterLlama) -> None:
         for _ in range(4):
             engine.step()
         assert sequence.token_ids == so_far
+        assert engine.constrainer.num_late == 1
         assert sequence.num_uncomputed_tokens == 1
         assert free.num_output_tokens == 7
     wait_for(engine, "_masker")

@@ -9,6 +9,9 @@ import pytest
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
 
+DEEP: Any = {}
+for _ in range(300):
+    DEEP = {"items": DEEP}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -72,6 +75,7 @@ async def test_free_text_has_no_grammar(
          "response_format.json_schema.schema", "look-around"),
         (json_schema({"type": "integer", "minimum": 3, "maximum": 1}),
          "response_format.json_schema.schema", "minimum"),
+        (json_schema(DEEP), "response_format.json_schema.schema", "nested"),
         (json_schema(None), "response_format.json_schema", "schema"),
         (json_schema(SCHEMA, name="a b"), "response_format.json_schema.name", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", ""),

@@ -28,6 +28,9 @@ TOOL = {
     },
 }
 OTHER = {"type": "function", "function": {"name": "stop"}}
+DEEP: Any = {}
+for _ in range(300):
+    DEEP = {"items": DEEP}
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 😀"}}\n</tool_call>'
 HISTORY = [
@@ -249,6 +252,8 @@ async def test_a_template_with_tools_gets_them_as_it_knows_them(
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [{"type": "custom"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
+         "tools[0].function.parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
         (
@@ -274,7 +279,7 @@ async def test_bad_tools_are_refused_by_name(
     assert not cluster.workers[0].seen.requests
 
 
-@pytest.mark.parametrize("arguments", ["[1]", "{", "x"])
+@pytest.mark.parametrize("arguments", ["[1]", "{", "x", '{"a":' * 300 + "1" + "}" * 300])
 async def test_arguments_of_earlier_calls_must_be_objects(
     client: Client, cluster: ScriptedCluster, arguments: str
 ) -> None:
