@@ -22,7 +22,7 @@ from llguidance import LLMatcher
 from engine.constraint import Constraint
 from engine.sequence import Sequence
 from mesh.errors import ConfigError, GrammarFailed
-from mesh.grammar import GrammarVocabulary, grammar_executor
+from mesh.grammar import GrammarVocabulary, failing_by_name, grammar_executor
 from mesh.model_files import ModelFiles
 from mesh.tokenizer import load_tokenizer
 
@@ -104,7 +104,7 @@ class Constrainer:
     def _run(
         self, executor: ThreadPoolExecutor, constraint: Constraint, work: Callable[[], None]
     ) -> None:
-        job = executor.submit(work)
+        job = executor.submit(failing_by_name()(work))
         constraint.start(job)
         job.add_done_callback(lambda _: self.on_ready())
 

@@ -7,7 +7,7 @@ import collections
 from concurrent.futures import ThreadPoolExecutor
 
 from mesh.errors import GrammarFailed, Overloaded
-from mesh.grammar import GrammarVocabulary, check, grammar_executor
+from mesh.grammar import GrammarVocabulary, check, failing_by_name, grammar_executor
 from mesh.tokenizer import Tokenizer
 
 _MAX_WAIT_S = 5.0
@@ -65,6 +65,7 @@ class GrammarChecker:
             self._vocabulary = GrammarVocabulary(self._tokenizer, self._tokenizer.vocab_size)
         return self._vocabulary
 
+    @failing_by_name()
     def _compile(self, grammar: str) -> None:
         matcher = self._load().compile(grammar)
         matcher.compute_bitmask()  # finds what nothing can satisfy

@@ -8,14 +8,19 @@ same limits, so that what the gateway accepts compiles on the workers.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from mesh.errors import GrammarFailed
 from mesh.tokenizer import Tokenizer
+
+_logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_BYTES = 256 << 10
 
@@ -95,6 +100,22 @@ def check(matcher: LLMatcher) -> None:
         lines = matcher.get_error().splitlines()
         told = " ".join(line.strip() for line in lines if not _SOURCE_LINE.match(line))
         raise GrammarFailed(told[:_MAX_MESSAGE_CHARS] or "the grammar cannot be followed")
+
+
+@contextmanager
+def failing_by_name() -> Iterator[None]:
+    """Turn whatever the library raises into the request's failure: no grammar may end a worker.
+
+    Raises:
+        GrammarFailed: what happened inside.
+    """
+    try:
+        yield
+    except GrammarFailed:
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        _logger.exception("grammar library failed")
+        raise GrammarFailed("the grammar library failed") from error
 
 
 _stack_size_lock = threading.Lock()

@@ -203,6 +203,32 @@ def test_what_cannot_be_followed_fails_and_leaves_the_others(
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
 
 
+class Panic(BaseException):
+    """As Rust's reach Python: no Exception."""
+
+
+def test_a_panic_of_the_library_fails_its_request_only(
+    llama: CharacterLlama,
+) -> None:
+    engine = llama.engine()
+    sequence, free = constrained(), new_sequence(PROMPT, 4)
+    attach(engine, sequence)
+    assert sequence.constraint is not None
+
+    class Panicking:
+        def compute_bitmask(self) -> bytes:
+            raise Panic
+
+    sequence.constraint.adopt(Panicking())  # type: ignore[arg-type]
+    engine.scheduler.add(sequence)
+    engine.scheduler.add(free)
+    ((failed, _),) = engine.step().failed
+    engine.scheduler.finish(failed)
+    assert failed is sequence
+    generate_rest(engine, free)
+    assert free.token_ids[len(PROMPT) :] == llama.greedy(PROMPT, 4)
+
+
 def test_a_model_without_tokenizer_follows_no_grammar(tiny_llama: TinyLlama) -> None:
     engine = tiny_llama.engine()
     sequence = constrained()
