@@ -37,8 +37,18 @@ def make_engine(
     return build_engine(config)
 
 
-def add_sequence(engine: Engine, name: str, prompt: list[int], num_output: int) -> Sequence:
-    """Queue a greedy request of exactly ``num_output`` tokens; remove it with ``finish``."""
+def add_sequence(
+    engine: Engine, name: str, prompt: list[int], num_output: int, *, grammar: str = ""
+) -> Sequence:
+    """Queue a greedy request of exactly ``num_output`` tokens; remove it with ``finish``.
+
+    Args:
+        engine: where to.
+        name: unique in it.
+        prompt: token ids.
+        num_output: tokens; a ``grammar`` must not end before.
+        grammar: what the output follows, see ``mesh.grammar``.
+    """
     from engine.sequence import Sequence
 
     now_s = time.monotonic()
@@ -47,10 +57,11 @@ def add_sequence(engine: Engine, name: str, prompt: list[int], num_output: int) 
         transfer_id=name,
         token_ids=list(prompt),
         num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(max_tokens=num_output, temperature=0.0),
+        sampling=SamplingParams(max_tokens=num_output, temperature=0.0, grammar=grammar),
         deadline_s=now_s + _DEADLINE_S,
         arrival_s=now_s,
     )
+    engine.constrainer.attach(sequence)
     engine.scheduler.add(sequence)
     return sequence
 

@@ -20,6 +20,7 @@ from mesh.config import (
     KV_DTYPES,
     KV_WIRES,
     LOG_LEVELS,
+    TOOL_CALL_PARSERS,
     TRANSPORTS,
     WEIGHTS,
     GatewayConfig,
@@ -56,6 +57,13 @@ _GATEWAY_FLAGS = (
     _Flag("port", int, "PORT", "port of the HTTP API; 0 takes any free one"),
 )
 _REQUEST_FLAGS = (
+    _Flag(
+        "tool_call_parser",
+        str,
+        "NAME",
+        "how the model writes tool calls; auto: as its chat template shows",
+        TOOL_CALL_PARSERS,
+    ),
     _Flag("request_timeout_s", float, "SECONDS", "deadline of one request"),
     _Flag("max_body_bytes", int, "BYTES", "largest accepted HTTP body"),
 )

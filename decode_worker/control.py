@@ -84,6 +84,7 @@ class DecodeControl:
             poll=self._poll,
             niceness=NICENESS,
         )
+        engine.constrainer.on_ready = self._runtime.wake
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``; raises what the model thread raised."""

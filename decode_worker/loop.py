@@ -123,6 +123,10 @@ class DecodeLoop:
             for sequence in outcome.reserved:
                 self._open_transfer(sequence)
             self._emit(outcome.results)
+            for sequence, failed in outcome.failed:
+                job = self._forget(sequence)
+                self._scheduler.finish(sequence)
+                self._fail(job, failed)
         events, self._events = self._events, []
         num_held = sum(len(held) for held in self._siblings.values())
         self.snapshot = take_snapshot(self._engine, num_held=num_held)
@@ -144,6 +148,7 @@ class DecodeLoop:
             self._events.append(Failed(gateway_id, message))
             return
         sequence = make_sequence(request)
+        self._engine.constrainer.attach(sequence)
         self._jobs[request.transfer_id] = Job(sequence, gateway_id)
         if request.prefill is not None:
             self._prefill[request.transfer_id] = request.prefill

@@ -15,6 +15,7 @@ import torch
 from engine.backends.base import Backend, KVCacheSpec
 from engine.batch import build_batch
 from engine.block_pool import BlockPool
+from engine.constrainer import Constrainer
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.sampler import SampledToken, sample
@@ -22,7 +23,7 @@ from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Sequence
 from engine.weights import open_model
 from mesh.config import WorkerConfig
-from mesh.errors import ConfigError
+from mesh.errors import ConfigError, GrammarFailed
 from mesh.messages import PROTOCOL_VERSION
 from mesh.model_files import resolve_model
 
@@ -52,6 +53,8 @@ class StepOutcome:
     """Sequences dropped at their deadline; their blocks are free."""
     displaced: Sequence | None
     """A computed sequence to give up, see ``StepPlan``."""
+    failed: list[tuple[Sequence, GrammarFailed]]
+    """Sequences that cannot go on, still running: the caller ends them."""
 
 
 OnLayerGroup = Callable[[list[ScheduledChunk], int], None]
@@ -83,6 +86,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
         )
+        self.constrainer = Constrainer(files, self.model_config.vocab_size)
         self.fingerprint = _fingerprint(self.model_config, weights_hash, self.kv_spec)
         self._num_layer_groups = config.kv_layer_groups
         if self.model_config.num_layers % config.kv_layer_groups:
@@ -104,14 +108,22 @@ class Engine:
         """
         plan = self.scheduler.schedule()
         results: list[StepResult] = []
+        failed: list[tuple[Sequence, GrammarFailed]] = []
         if plan.chunks:
             start_s = time.monotonic()
             batch = build_batch(plan.chunks, self.scheduler.block_size)
             sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
             on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
+            self.constrainer.begin(sampled)
             logits = self.model.forward(batch, on_kv_written)
+            late, failed = self.constrainer.collect(sampled)
+            if late or failed:
+                unsampled = {*late, *(sequence for sequence, _ in failed)}
+                rows = [i for i, sequence in enumerate(sampled) if sequence not in unsampled]
+                sampled = [sampled[i] for i in rows]
+                logits = logits[rows]
             tokens = sample(logits, sampled) if sampled else []
-            self.scheduler.step_done(plan)
+            self.scheduler.step_done(plan, late=late)
             for sequence, token in zip(sampled, tokens, strict=True):
                 sequence.append(token.token_id)
                 results.append(StepResult(sequence, token))
@@ -122,6 +134,7 @@ class Engine:
             reserved=plan.reserved,
             expired=plan.expired,
             displaced=plan.displaced,
+            failed=failed,
         )
 
     def _by_group(

@@ -75,6 +75,10 @@ class ModelThread(Generic[Command, Event]):
         assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(self._on_events, events)
 
+    def wake(self) -> None:
+        """Something outside the inbox has changed: look again. From any thread."""
+        self._wake.set()
+
     async def close(self) -> None:
         """Stop after the current step and wait for it."""
         self._stop = True

@@ -2,8 +2,8 @@
 
 The random number of a token is a function of (seed, output index) alone, so a request draws the
 same numbers whatever batch, worker or attempt computes it (counter-based, Salmon et al., SC'11).
-Order of the steps: penalties and bias → temperature → top-k → top-p → min-p → one draw by inverse
-CDF in vocabulary order. No sorting: the top-k and top-p thresholds are found by selection.
+Order of the steps: penalties and bias → grammar → temperature → top-k → top-p → min-p → one draw by
+inverse CDF in vocabulary order. No sorting: the top-k and top-p thresholds are found by selection.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def _is_plain_greedy(sequence: Sequence) -> bool:
     return (
         sampling.temperature == 0
         and sampling.num_logprobs < 0
+        and sequence.constraint is None
         and not _changes_logits(sampling, sequence.num_output_tokens)
     )
 
@@ -80,6 +81,9 @@ def _sample_row(row: FloatRow, sequence: Sequence) -> SampledToken:
     original = row.copy() if sampling.num_logprobs >= 0 else row
     if _changes_logits(sampling, sequence.num_output_tokens):
         _adjust_logits(row, sequence)
+    if sequence.constraint is not None:
+        assert sequence.constraint.forbidden is not None, "collected before"
+        np.copyto(row, -np.inf, where=sequence.constraint.forbidden)
     if sampling.temperature == 0:
         token_id = int(row.argmax())
     else:
@@ -112,7 +116,7 @@ def _adjust_logits(row: FloatRow, sequence: Sequence) -> None:
         row[allowed] = kept
     if sampling.bad_words:
         row[_bad_next_tokens(sequence)] = -np.inf
-    if sequence.num_output_tokens < sampling.min_tokens:
+    if sequence.num_output_tokens < sampling.min_tokens and sequence.constraint is None:
         row[list(sampling.stop_token_ids)] = -np.inf
 
 

@@ -8,7 +8,7 @@ them; prompt chunks take what is left of the token budget. The scheduler never t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
@@ -191,10 +191,16 @@ class Scheduler:
         self._admit_waiting(plan, budget)
         return plan
 
-    def step_done(self, plan: StepPlan) -> None:
-        """Count the plan's tokens as computed (call before appending sampled tokens)."""
+    def step_done(self, plan: StepPlan, *, late: Collection[Sequence] = ()) -> None:
+        """Count the plan's tokens as computed (call before appending sampled tokens).
+
+        Args:
+            plan: what was computed.
+            late: sequences that could not be sampled; their last token is computed once more.
+        """
         for chunk in plan.chunks:
-            chunk.sequence.num_computed_tokens += chunk.num_scheduled_tokens
+            again = chunk.sequence in late
+            chunk.sequence.num_computed_tokens += chunk.num_scheduled_tokens - again
             self.prefix_cache.publish(chunk.sequence)
         holders = (*self._running, *self._sending.values())
         self.num_kv_tokens = sum(sequence.num_computed_tokens for sequence in holders)
@@ -223,8 +229,8 @@ class Scheduler:
         for sequence in decoding + prefilling:
             if budget == 0:
                 break
-            if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted for a more urgent one in this very step
+            if sequence.state is not SequenceState.RUNNING or sequence.awaits_grammar:
+                continue  # preempted for a more urgent one in this very step, or not ready
             count = sequence.num_uncomputed_tokens
             if count > 1:
                 count = min(count, self._chunk_limit(sequence, budget))
@@ -243,7 +249,7 @@ class Scheduler:
             if sequence.is_held_back:
                 continue
             remote = sequence in self._waiting_remote
-            limit = 0 if remote else self._chunk_limit(sequence, budget)
+            limit = 0 if remote or sequence.awaits_grammar else self._chunk_limit(sequence, budget)
             if not remote and limit == 0:
                 continue
             if not sequence.has_receiver and self._blocks_for(sequence.num_tokens) > may_hold:
@@ -357,6 +363,8 @@ class Scheduler:
             case SequenceState.SENDING:
                 del self._sending[sequence.transfer_id]
         sequence.move(SequenceState.FINISHED)
+        if sequence.constraint is not None:
+            sequence.constraint.cancel()
 
     def _expire(self, plan: StepPlan) -> None:
         now = self._clock()

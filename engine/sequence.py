@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from engine.constraint import Constraint
 from mesh.messages import FinishReason, SamplingParams, SloClass
 
 _PATIENCE_S: dict[SloClass, float] = {"interactive": 0.0, "batch": 60.0}
@@ -82,6 +83,8 @@ class Sequence:
     num_passed: int = 0
     """Less urgent sequences that were admitted while blocks were too few for this one."""
     finish_reason: FinishReason | None = None
+    constraint: Constraint | None = None
+    """Its place in the grammar it must follow; None: free text."""
 
     def move(self, state: SequenceState) -> None:
         """Change state.
@@ -118,11 +121,18 @@ class Sequence:
         """Tokens whose KV is not in the cache yet; 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether its grammar is not ready: no step may sample it."""
+        return self.constraint is not None and self.constraint.is_busy
+
     def append(self, token_id: int) -> None:
         """Add a sampled token and set ``finish_reason`` if it ends the answer."""
         self.token_ids.append(token_id)
         sampling = self.sampling
-        if token_id in sampling.stop_token_ids and self.num_output_tokens > sampling.min_tokens:
+        # A grammar lets stop tokens pass only where it ends, and it may end before min_tokens.
+        may_stop = bool(sampling.grammar) or self.num_output_tokens > sampling.min_tokens
+        if token_id in sampling.stop_token_ids and may_stop:
             self.finish_reason = "stop"
         elif self.num_output_tokens >= sampling.max_tokens:
             self.finish_reason = "length"

@@ -66,6 +66,7 @@ def build_engine(config: WorkerConfig) -> Engine:
     config = msgspec.structs.replace(config, weights=weights)
     share = CoreShare(config.cores_file, config.role)
     engine = Engine(config, CpuBackend(weights, config.threads or share))
+    engine.constrainer.prepare()
     loaded_s = time.monotonic()
     warm_up(engine)
     _logger.info(

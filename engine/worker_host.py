@@ -148,6 +148,11 @@ class WorkerHost:
         for name, documentation, value in (
             (metrics.NUM_PREEMPTIONS, "Preemptions.", scheduler.num_preemptions),
             (
+                "pdmesh:grammar_masks_late",
+                "Tokens put off because the mask of their grammar was late.",
+                self._engine.constrainer.num_late,
+            ),
+            (
                 metrics.PREFIX_CACHE_QUERIES,
                 "Tokens looked up in the prefix cache.",
                 scheduler.num_prefix_queries,

@@ -51,6 +51,8 @@ class WorkerRuntime(Generic[Command, Event]):
         """Queue a command for the hot loop; from any thread."""
         self.emit = self._thread.emit
         """Deliver events in the middle of a step; from the hot loop."""
+        self.wake = self._thread.wake
+        """Look for work again; from any thread."""
         self.draining = False
 
     def poll_soon(self) -> None:

@@ -16,6 +16,7 @@ from gateway.choice import Choice, Delta
 from gateway.client_writer import finish, open_stream, write
 from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.generation import Generation, GenerationRequest
+from gateway.output_rules import OutputRules
 from gateway.request_metrics import RequestMetrics, count_failure
 from gateway.sampling import bad_word_ids, build_sampling, seed_of_sample
 from gateway.schema import ChatRequest, CompletionRequest
@@ -43,6 +44,7 @@ class Answer:
         request: ChatRequest | CompletionRequest,
         prompts: Sequence[Prompt],
         *,
+        rules: OutputRules,
         arrived_s: float,
         on_slow_reader: Callable[[], None],
     ) -> None:
@@ -52,6 +54,7 @@ class Answer:
             frontend: The gateway.
             request: The decoded body.
             prompts: Its prompts, tokenised.
+            rules: What the answers follow; its grammar has been checked.
             arrived_s: ``time.monotonic()`` when the HTTP request came.
             on_slow_reader: Called when the client reads too slowly; must break the connection.
 
@@ -68,8 +71,10 @@ class Answer:
         self._wake = asyncio.Event()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + frontend.request_timeout_s - (time.monotonic() - arrived_s)
-        tokenizer = frontend.model.tokenizer
-        skip = request.skip_special_tokens
+        pieces: Sequence[bytes] = frontend.model.tokenizer.pieces_with_special
+        if request.skip_special_tokens:
+            tools = rules.tools is not None
+            pieces = frontend.model.tool_pieces if tools else frontend.model.tokenizer.pieces
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         bad_words = bad_word_ids(request, frontend.model)
         self.choices: list[Choice] = []
@@ -79,6 +84,7 @@ class Answer:
                 frontend.model,
                 num_prompt_tokens=len(prompt.token_ids),
                 max_model_len=frontend.max_model_len,
+                grammar=rules.grammar,
                 bad_words=bad_words,
             )
             first: Generation | None = None
@@ -106,11 +112,12 @@ class Answer:
                 choice = Choice(
                     index,
                     generation,
-                    tokenizer.pieces if skip else tokenizer.pieces_with_special,
+                    pieces,
                     request_metrics,
                     stops=stops,
                     include_stop=request.include_stop_str_in_output,
                     prefix=prompt.shown,
+                    tools=None if rules.tools is None else rules.tools.parser(),
                     unfinished=prompt.unfinished,
                 )
                 self.choices.append(choice)

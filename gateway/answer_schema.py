@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from gateway.choice import EndReason
 from mesh.messages import FinishReason
 
 
@@ -63,11 +64,28 @@ class CompletionLogprobLists(_Answer):
     text_offset: list[int]
 
 
+class CalledFunction(_Answer):
+    """A function and its arguments, JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(_Answer):
     """The model's turn."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """None: nothing but calls."""
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(_Answer):
@@ -76,7 +94,7 @@ class ChatChoice(_Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: EndReason
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -92,11 +110,28 @@ class ChatAnswer(_Answer):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
+class FunctionDelta(_Answer):
+    """What is new of a call's function: the name once, then pieces of the arguments."""
+
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolCallDelta(_Answer):
+    """What a token adds to a call; the first one has id, type and name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
 class ChatDelta(_Answer):
     """What a token adds to the message; the first one has the role."""
 
-    content: str
+    content: str | None
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(_Answer):
@@ -105,7 +140,7 @@ class ChatChunkChoice(_Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: EndReason | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

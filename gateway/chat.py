@@ -13,10 +13,13 @@ from gateway.choice import Choice, Delta
 from gateway.endpoint import Endpoint
 from gateway.frontend import MAX_INLINE_CHARS, Frontend
 from gateway.logprobs import TokenNames, chat_logprobs
+from gateway.output_rules import callable_tools
 from gateway.prompt_tokens import truncated
-from gateway.schema import ChatMessage, ChatRequest, decode_chat_request
+from gateway.schema import ChatRequest, decode_chat_request
 from gateway.served_model import ServedModel
 from gateway.sse import ChatChunks
+from gateway.tool_calls import joined_calls
+from gateway.tool_prompt import described_turns, native_turns, tools_variable
 from mesh.errors import InvalidRequest
 
 _INLINE_RENDER_S = 0.01
@@ -49,7 +52,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         content = [chat_logprobs(entry, names) for entry in entries]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(d.text for d in deltas)},
+            "message": _message(deltas),
             "logprobs": {"content": content, "refusal": None} if content else None,
             "finish_reason": deltas[-1].finish_reason,
         }
@@ -70,6 +73,8 @@ async def chat_tokens(frontend: Frontend, request: ChatRequest) -> list[int]:
     """
     model = frontend.model
     num_chars = sum(len(message.text) for message in request.messages)
+    if request.tools:
+        num_chars += len(str(request.tools))
     if num_chars <= MAX_INLINE_CHARS and not request.chat_template_kwargs:
         with suppress(TemplateTimeout):
             return encode_chat(model, request, time_s=_INLINE_RENDER_S)
@@ -85,12 +90,19 @@ def encode_chat(model: ServedModel, request: ChatRequest, *, time_s: float) -> l
     """
     if model.chat_template is None:
         raise InvalidRequest("the model has no chat template", param="messages")
+    template, tools = model.chat_template, callable_tools(request)
+    variables = request.chat_template_kwargs or {}
+    if template.knows_tools:
+        turns = native_turns(request.messages)
+        variables = variables | {"tools": tools_variable(tools)} if tools else variables
+    else:
+        turns = described_turns(request.messages, tools)
     generate = request.add_generation_prompt
-    text = model.chat_template.render(
-        [_turn(message) for message in request.messages],
+    text = template.render(
+        turns,
         add_generation_prompt=not request.continue_final_message if generate is None else generate,
         continue_final_message=request.continue_final_message,
-        variables=request.chat_template_kwargs,
+        variables=variables,
         time_s=time_s,
     )
     ids = model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
@@ -99,9 +111,9 @@ def encode_chat(model: ServedModel, request: ChatRequest, *, time_s: float) -> l
     return ids
 
 
-def _turn(message: ChatMessage) -> dict[str, str]:
-    # "developer" is OpenAI's newer name of the role that templates know as "system".
-    turn: dict[str, str] = {"role": "system" if message.role == "developer" else message.role}
-    if message.name is not None:
-        turn["name"] = message.name
-    return turn | {"content": message.text}
+def _message(deltas: list[Delta]) -> dict[str, Any]:
+    content = "".join(delta.text for delta in deltas)
+    calls = joined_calls(deltas)
+    if not calls:
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 
@@ -99,10 +100,15 @@ class ChatTemplate:
         """
         if len(source) > MAX_SOURCE_CHARS:
             raise ConfigError(f"model: the chat template is over {MAX_SOURCE_CHARS} characters")
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"model: chat template line {error.lineno}: {error}") from error
+        self.source = source
+        self.knows_tools = "tools" in names
+        """Whether it shows the ``tools`` variable, calls and results to its model."""
         self._special_tokens = dict(special_tokens or {})
 
     def render(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gateway.detokenizer import Detokenizer
 from gateway.generation import Generation
 from gateway.request_metrics import RequestMetrics
 from gateway.stop_strings import StopMatcher
+from gateway.tool_parser import Parsed, ToolCallDelta, ToolCallParser
 from mesh.messages import FinishReason, TokenLogprobs
+
+EndReason = FinishReason | Literal["tool_calls"]
+"""Why a choice ended, as clients are told: ``tool_calls`` instead of ``stop`` after a call."""
 
 
 class Delta(NamedTuple):
@@ -18,8 +22,10 @@ class Delta(NamedTuple):
     text: str
     """Visible text that became complete; often "" ."""
     token_id: int
-    finish_reason: FinishReason | None
+    finish_reason: EndReason | None
     logprobs: TokenLogprobs | None
+    calls: tuple[ToolCallDelta, ...] = ()
+    """What it adds to tool calls; they come after ``text``."""
 
 
 class Choice:
@@ -36,6 +42,7 @@ class Choice:
         include_stop: bool = False,
         prefix: str = "",
         unfinished: bytes = b"",
+        tools: ToolCallParser | None = None,
     ) -> None:
         """Prepare.
 
@@ -48,17 +55,19 @@ class Choice:
             include_stop: Keep the stop string in the text.
             prefix: Text shown before the first token (``echo``).
             unfinished: First bytes of a character that the prompt leaves to the output.
+            tools: Finds tool calls in the text; None: it is all content.
         """
         self.index = index
         self.generation = generation
         self.num_tokens = 0
         """Output tokens, the one that ended it included."""
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: EndReason | None = None
         self._metrics = request_metrics
         self._detokenizer = Detokenizer(pieces, unfinished)
         self._matcher = StopMatcher(stops, include=include_stop) if stops else None
         self._min_tokens = generation.request.sampling.min_tokens
         self._prefix = prefix
+        self._tools = tools
 
     def read(self) -> list[Delta]:
         """One delta for every token that arrived since the last call, the last one finished.
@@ -104,7 +113,24 @@ class Choice:
                 text += self._matcher.finish()
         if self._prefix:
             text, self._prefix = self._prefix + text, ""
+        calls: tuple[ToolCallDelta, ...] = ()
+        end: EndReason | None = reason
+        if self._tools is not None:
+            (text, calls), end = self._parse(self._tools, text, reason)
+        if end is not None:
+            self.finish_reason = end
+            self._metrics.on_finished(end)
+        return Delta(text, token_id, end, logprobs, calls)
+
+    def _parse(
+        self, tools: ToolCallParser, text: str, reason: FinishReason | None
+    ) -> tuple[Parsed, EndReason | None]:
+        """Take calls out of ``text``; the last one that may be made ends the choice."""
+        parsed = tools.push(text)
+        if tools.is_full and reason is None:
+            self.generation.close()
+            return parsed, "tool_calls"
         if reason is not None:
-            self.finish_reason = reason
-            self._metrics.on_finished(reason)
-        return Delta(text, token_id, reason, logprobs)
+            rest = tools.finish()
+            parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
+        return parsed, "tool_calls" if reason == "stop" and tools.num_calls else reason

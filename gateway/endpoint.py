@@ -16,6 +16,7 @@ from gateway.client_writer import send_json
 from gateway.errors import SlowReader
 from gateway.frontend import FRONTEND, Frontend
 from gateway.logprobs import TokenNames
+from gateway.output_rules import output_rules
 from gateway.request_body import read_body
 from gateway.request_metrics import count_failure
 from gateway.sampling import wants_logprobs
@@ -60,11 +61,15 @@ class Endpoint(Generic[_Request]):
         request = self.decode(await read_body(http_request, frontend))
         frontend.check_model(request.model)
         with frontend.admitted():
+            rules = output_rules(request, frontend.model)
+            if rules.grammar:
+                await frontend.grammars.check(rules.grammar, rules.param)
             prompts = await self.prompts(frontend, request)
             answer = Answer(
                 frontend,
                 request,
                 prompts,
+                rules=rules,
                 arrived_s=arrived_s,
                 on_slow_reader=lambda: _break_connection(http_request),
             )

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 from aiohttp import web
 
 from gateway.cluster import Cluster
+from gateway.grammar_check import GrammarChecker
 from gateway.served_model import ServedModel
 from mesh import metrics
 from mesh.errors import ModelNotFound, Overloaded, PdmeshError, Unavailable
@@ -56,6 +57,7 @@ class Frontend:
         self.cluster = cluster
         self.request_timeout_s = request_timeout_s
         self.max_body_bytes = max_body_bytes
+        self.grammars = GrammarChecker(model.tokenizer)
         self.created = int(time.time())
         self.num_open_requests = 0
         self.receiving_bytes = 0
@@ -70,6 +72,7 @@ class Frontend:
 
     def close(self) -> None:
         """Stop the threads."""
+        self.grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self, timeout_s: float) -> None:

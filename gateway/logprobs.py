@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.tokenizer import Tokenizer
 from mesh.messages import TokenLogprobs
+from mesh.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""

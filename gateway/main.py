@@ -38,7 +38,11 @@ def run(config: GatewayConfig) -> None:
     """
     config.validate()
     setup_logging(config.log_level, "gateway")
-    model = load_served_model(resolve_model(config.model), name=config.served_model_name)
+    model = load_served_model(
+        resolve_model(config.model),
+        name=config.served_model_name,
+        tool_call_parser=config.tool_call_parser,
+    )
 
     async def serve(stop: asyncio.Event) -> None:
         cluster = Cluster(
@@ -52,6 +56,7 @@ def run(config: GatewayConfig) -> None:
             request_timeout_s=config.request_timeout_s,
             max_body_bytes=config.max_body_bytes,
         )
+        frontend.grammars.prepare()
         view = ClusterView(config.redis_url, on_change=cluster.refresh)
         runner = build_runner(build_app(frontend, view))
         await runner.setup()

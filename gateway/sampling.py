@@ -21,6 +21,7 @@ def build_sampling(
     num_prompt_tokens: int,
     max_model_len: int,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
 ) -> SamplingParams:
     """Validate against the model and the prompt, and fill every field.
 
@@ -47,6 +48,8 @@ def build_sampling(
         _check_token(token_id, model, "stop_token_ids")
     if not request.ignore_eos:
         stop_token_ids += model.eos_token_ids
+    if grammar and not stop_token_ids:
+        raise InvalidRequest("the model has no token that could end a structured output")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_given(request.temperature, defaults.temperature),
@@ -63,6 +66,7 @@ def build_sampling(
         num_logprobs=_num_logprobs(request),
         allowed_token_ids=_allowed(request, model, stop_token_ids if min_tokens else ()),
         bad_words=bad_words,
+        grammar=grammar,
     )
 
 

@@ -16,6 +16,14 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import UnknownParameter, UnsupportedParameter
+from gateway.structured_fields import (
+    ChoiceList,
+    GrammarText,
+    JsonSchema,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from gateway.tool_fields import ToolCallList, ToolChoice, ToolList, check_tools
 from mesh.errors import InvalidRequest
 from mesh.messages import SloClass
 
@@ -43,12 +51,6 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
     """Only false: chunks are never padded."""
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Only plain text is served."""
-
-    type: Literal["text"]
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -81,6 +83,12 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    """The ``guided_`` fields are vLLM's older names of those in ``structured_outputs``."""
+    guided_regex: GrammarText | None = None
+    guided_choice: ChoiceList | None = None
+    guided_grammar: GrammarText | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
@@ -120,14 +128,17 @@ class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn; fields of earlier answers that clients send back are accepted empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: ToolCallList | None = None
+    tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    parsed: Any = None
+    """Left by the ``openai`` package; not read."""
 
     @property
     def text(self) -> str:
@@ -142,6 +153,8 @@ class ChatRequest(GenerationFields, kw_only=True):
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
@@ -170,8 +183,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
         *("moderation", "prompt_cache_options", "store"),
         *("chat_template", "documents", "mm_processor_kwargs", "media_io_kwargs"),
         *("prompt_logprobs", "prompt_embeds", "use_beam_search", "truncation_side"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("structured_outputs", "structural_tag", "logits_processors"),
+        *("structural_tag", "logits_processors"),
         *("lora", "thinking_token_budget", "repetition_detection", "request_id"),
         *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "mm_data"),
     )
@@ -222,7 +234,8 @@ def refused_fields(kind: type) -> Mapping[str, tuple[Any, ...]]:
     """Fields of a body of this ``kind`` that are not served → the values that are let pass."""
     if not issubclass(kind, GenerationFields):
         return {name: _REFUSED[name] for name in getattr(kind, "not_served", ())}
-    return _REFUSED | dict.fromkeys(_ALSO_REFUSED.get(kind, ()), _NOTHING)
+    refused = _REFUSED | dict.fromkeys(_ALSO_REFUSED.get(kind, ()), _NOTHING)
+    return {name: refused[name] for name in refused.keys() - set(kind.__struct_fields__)}
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[_Body], kind: type[_Body]) -> _Body:
@@ -286,6 +299,8 @@ def check_together(request: GenerationFields) -> None:
     if request.truncate_prompt_tokens == 0:
         raise InvalidRequest("truncate_prompt_tokens is 0", param="truncate_prompt_tokens")
     if isinstance(request, ChatRequest):
+        check_tools(request.tools, request.tool_choice)
+        _check_messages(request.messages)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
         for name in _OWN_VARIABLES & (request.chat_template_kwargs or {}).keys():
@@ -302,3 +317,13 @@ def check_together(request: GenerationFields) -> None:
                 raise InvalidRequest("the final message is empty", param="continue_final_message")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not supported", param="logprobs")
+
+
+def _check_messages(messages: list[ChatMessage]) -> None:
+    for index, message in enumerate(messages):
+        if message.tool_calls and message.role != "assistant":
+            param = f"messages[{index}].tool_calls"
+            raise InvalidRequest(f"{param}: only an assistant calls tools", param=param)
+        if (message.tool_call_id is None) == (message.role == "tool"):
+            param = f"messages[{index}].tool_call_id"
+            raise InvalidRequest(f"{param}: needed by role tool, and by no other", param=param)

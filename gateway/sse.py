@@ -14,6 +14,7 @@ import orjson
 from gateway.choice import Choice, Delta
 from gateway.errors import error_body
 from gateway.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
+from gateway.tool_calls import streamed_call
 from mesh.errors import PdmeshError
 
 DONE = b"data: [DONE]\n\n"
@@ -112,7 +113,11 @@ class ChatChunks:
             content = [chat_logprobs(delta.logprobs, self._names)]
             logprobs = orjson.dumps({"content": content, "refusal": None})
         end = b"}" + _after_text(delta, logprobs, _token_ids(delta) if self._with_ids else b"")
-        return head + orjson.dumps(delta.text) + end + self._frame.close(usage, prompt_ids)
+        text = orjson.dumps(delta.text)
+        if delta.calls:
+            calls = orjson.dumps([streamed_call(call) for call in delta.calls])
+            text = orjson.dumps(delta.text or None) + b',"tool_calls":' + calls
+        return head + text + end + self._frame.close(usage, prompt_ids)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """See ``Chunks``."""

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.schema import ChatMessage, ChatRequest, TokenId, check_together, decode_body
+from gateway.tool_fields import ToolList
 
 MAX_DETOKENIZED = 1 << 18
 """Token ids of one /detokenize request."""
@@ -32,10 +33,11 @@ class TokenizeChatRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: ToolList | None = None
     return_token_strs: bool | None = None
 
     not_served: ClassVar[tuple[str, ...]] = (
-        *("tools", "chat_template", "mm_processor_kwargs", "media_io_kwargs"),
+        *("chat_template", "mm_processor_kwargs", "media_io_kwargs"),
     )
 
     def as_chat(self) -> ChatRequest:
@@ -50,6 +52,7 @@ class TokenizeChatRequest(msgspec.Struct, kw_only=True):
             continue_final_message=self.continue_final_message,
             add_special_tokens=self.add_special_tokens,
             chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
         )
         check_together(request)
         return request

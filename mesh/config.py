@@ -18,6 +18,7 @@ from mesh.messages import Role
 LogLevel = Literal["debug", "info", "warning", "error"]
 Weights = Literal["auto", "fp32", "int8", "int4"]
 KVDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
+ToolCallParserName = Literal["auto", "hermes", "llama3", "mistral"]
 TransportName = Literal["auto", "shm", "ucx", "tcp", "inproc"]
 KVWire = Literal["", "int8"]
 
@@ -25,6 +26,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 WEIGHTS: tuple[Weights, ...] = ("auto", "fp32", "int8", "int4")
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "fp32", "bf16", "fp16", "int8")
+TOOL_CALL_PARSERS: tuple[ToolCallParserName, ...] = ("auto", "hermes", "llama3", "mistral")
 TRANSPORTS: tuple[TransportName, ...] = ("auto", "shm", "ucx", "tcp", "inproc")
 KV_WIRES: tuple[KVWire, ...] = ("", "int8")
 
@@ -46,6 +48,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Model file or folder for tokenizer and chat template; empty: the packaged default model."""
     served_model_name: str = ""
     """Name clients use in ``model``; empty: the model's own name."""
+    tool_call_parser: ToolCallParserName = "auto"
+    """How the model writes tool calls; auto: as its chat template shows."""
     request_timeout_s: float = 600.0
     """Deadline of one request, from arrival to last token, in seconds."""
     max_body_bytes: int = 4 << 20
@@ -64,6 +68,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_redis_url(self.redis_url)
         _check_host("host", self.host)
         _check_range("port", self.port, 0, 65535)
+        _check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         _check_range("request_timeout_s", self.request_timeout_s, 0.1, 86_400)
         _check_range("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
         if self.gateway_id:

@@ -7,7 +7,8 @@ the first byte was sent.
     PdmeshError
     ├── InvalidRequest        400  the client sent something wrong (``param`` names the field)
     │   ├── ModelNotFound     404
-    │   └── ContextTooLong    400
+    │   ├── ContextTooLong    400
+    │   └── GrammarFailed     400  the output grammar is wrong, or takes too much to follow
     ├── Overloaded            429  no capacity now, try again (``retry_after_s``)
     ├── Unavailable           503  no worker can serve this
     ├── DeadlineExceeded      504
@@ -51,6 +52,12 @@ class ContextTooLong(InvalidRequest):
     """Prompt plus requested output do not fit the context or the KV pool."""
 
     code = "context_length_exceeded"
+
+
+class GrammarFailed(InvalidRequest):
+    """The grammar of the output is not valid, or following it goes over a limit."""
+
+    code = "grammar_failed"
 
 
 class Overloaded(PdmeshError):

@@ -117,6 +117,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     """Only these are ever chosen; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the output never contains."""
+    grammar: str = ""
+    """What the output must follow, as ``mesh.grammar`` takes it; stop tokens end the answer where
+    it is complete, and nowhere else. "" is free text."""
 
 
 class PeerRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -81,6 +81,7 @@ class PrefillControl:
         )
         if config.kv_layer_groups > 1:
             self._loop.emit = self._runtime.emit
+        engine.constrainer.on_ready = self._runtime.wake
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``; raises what the model thread raised."""

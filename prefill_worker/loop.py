@@ -145,6 +145,9 @@ class PrefillLoop:
                 self._submit_finished_blocks(sequence, prompt_done=sequence in sampled)
             for result in outcome.results:
                 self._first_token(result)
+            for sequence, failed in outcome.failed:
+                self._scheduler.hold_for_sending(sequence)  # its blocks may be on the wire
+                self._give_up(sequence, failed)
             if outcome.displaced is not None:
                 self._displace(outcome.displaced)
         events, self._events = self._events, []
@@ -165,6 +168,7 @@ class PrefillLoop:
             self._events.append(Failed(gateway_id, message))
             return
         sequence = make_sequence(request)
+        self._engine.constrainer.attach(sequence)
         sequence.has_receiver = request.transfer_id in self._early_grants
         self._early_grants.pop(request.transfer_id, None)
         self._jobs[request.transfer_id] = Job(sequence, gateway_id)
@@ -185,8 +189,11 @@ class PrefillLoop:
 
     def _displace(self, sequence: Sequence) -> None:
         """Give up a computed sequence that no decode worker has room for."""
+        self._give_up(sequence, TransferFailed("no decode worker had room for the KV"))
+
+    def _give_up(self, sequence: Sequence, error: PdmeshError) -> None:
+        """Tell the gateway; the blocks come back when the transfer has ended."""
         job = self._jobs[sequence.transfer_id]
-        error = TransferFailed("no decode worker had room for the KV")
         message = failure(sequence.request_id, sequence.transfer_id, error)
         self._events += [CancelTransfer(sequence.transfer_id), Failed(job.gateway_id, message)]
 
@@ -216,10 +223,8 @@ class PrefillLoop:
 
     def _drop_expired(self, sequence: Sequence) -> None:
         # The scheduler has freed it; the job ends when the sender has let go of the transfer.
-        job = self._jobs[sequence.transfer_id]
         error = DeadlineExceeded("the request's deadline passed before it was scheduled")
-        message = failure(sequence.request_id, sequence.transfer_id, error)
-        self._events += [CancelTransfer(sequence.transfer_id), Failed(job.gateway_id, message)]
+        self._give_up(sequence, error)
 
     def _keep(self, events: list[Event]) -> None:
         self._events += events

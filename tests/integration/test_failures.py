@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -61,6 +62,25 @@ async def test_a_decode_worker_dies_mid_stream(
     assert answer.token_ids == undisturbed.token_ids
     assert answer.text == undisturbed.text
     assert answer.finish_reason == "length"
+    _wait_recovered(cluster, killed)
+
+
+@on("fp32-2p2d")
+async def test_a_decode_worker_dies_inside_a_grammar(
+    cluster: RunningCluster, session: aiohttp.ClientSession
+) -> None:
+    pattern = "[a-z]{8}( [a-z]{5}){12}!"
+    fields: dict[str, Any] = {"structured_outputs": {"regex": pattern}, "max_tokens": 200}
+    events: list[dict[str, Any]] = []
+    killed = ""
+    async for event in stream(cluster, session, _PROMPT, temperature=1, seed=11, **fields):
+        events.append(event)
+        if len(events) == 12:
+            [killed] = _busy(cluster, "decode")
+            _kill(cluster, killed)
+    answer = joined(events)
+    assert re.fullmatch(pattern, answer.text)
+    assert answer.finish_reason == "stop"
     _wait_recovered(cluster, killed)
 
 

@@ -65,7 +65,7 @@ async def test_long_text_is_tokenised_beside_the_event_loop(client: Client) -> N
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
-        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, 400, "tools"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, 400, "tools[0].type"),
         ("/tokenize", {"messages": MESSAGES, "return_tokens": True}, 400, "return_tokens"),
         ("/tokenize", {"prompt": "a", "model": "gpt-9"}, 404, "model"),
         ("/tokenize", [], 400, None),

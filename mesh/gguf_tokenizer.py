@@ -62,10 +62,10 @@ _WHOLE_WORDS_FIRST = frozenset(
 
 
 def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """Build the tokenizer; it adds no BOS by itself (see ``gateway.tokenizer``).
+    """Build the tokenizer; it adds no BOS by itself (see ``mesh.tokenizer``).
 
     Raises:
-        ConfigError: the vocabulary is missing or of a family this gateway does not know.
+        ConfigError: the vocabulary is missing or of a family pdmesh does not know.
     """
     model = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")

@@ -2,7 +2,7 @@
 
 Encoding is the `tokenizers` library's. Decoding goes through a table of the exact bytes behind
 every token id: output text is those bytes, joined, as UTF-8. That makes incremental decoding exact
-and cheap (see ``gateway.detokenizer``), for the two families that LLMs use: byte-level BPE and
+and cheap, for the two families that LLMs use: byte-level BPE and
 SentencePiece with byte fallback.
 """
 
@@ -16,8 +16,10 @@ from typing import Any
 
 import tokenizers
 
-from gateway.gguf_tokenizer import build_gguf_tokenizer
 from mesh.errors import ConfigError
+from mesh.gguf_metadata import read_gguf_metadata
+from mesh.gguf_tokenizer import build_gguf_tokenizer
+from mesh.model_files import ModelFiles
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -93,11 +95,22 @@ class Tokenizer:
         return visible, with_special
 
 
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer of a model, for those who need nothing else of it.
+
+    Raises:
+        ConfigError: the model has none, or one that pdmesh does not know.
+    """
+    if files.kind == "gguf":
+        return load_gguf_tokenizer(read_gguf_metadata(files.path))
+    return load_hf_tokenizer(files.path)
+
+
 def load_hf_tokenizer(folder: Path) -> Tokenizer:
     """Load ``tokenizer.json`` of a Hugging Face folder.
 
     Raises:
-        ConfigError: the file is missing, broken or decodes in a way this gateway does not know.
+        ConfigError: the file is missing, broken or decodes in a way pdmesh does not know.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
