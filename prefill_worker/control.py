@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from engine.engine import Engine
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
@@ -29,7 +30,6 @@ from prefill_worker.loop import (
     Command,
     Congestion,
     Event,
-    Expect,
     FinishTransfer,
     Granted,
     PrefillLoop,
@@ -92,7 +92,11 @@ class PrefillControl:
 
     def _on_message(self, peer_id: str, message: AnyMessage) -> None:
         if isinstance(message, PrefillRequest):
+            # Not by way of the model thread: a step may outlast the time a Grant is kept for us.
+            with suppress(ValueError):  # the id is in use; the loop answers that
+                self._sender.expect(message.transfer_id, message.decode.worker_id, message.ttl_s)
             self._runtime.post(Submit(message, peer_id))
+            self._runtime.poll_soon()
         elif isinstance(message, AbortRequest):
             self._runtime.post(Abort(message.transfer_id))
         elif isinstance(message, TransferMessage):
@@ -122,8 +126,6 @@ class PrefillControl:
                         first_token_id=event.first_token_id,
                         finished=event.finished,
                     )
-                case Expect():
-                    sender.expect(event.transfer_id, event.decode_worker_id, event.ttl_s)
                 case CancelTransfer():
                     sender.cancel(event.transfer_id, "cancelled", "the request was given up")
                 case Failed():

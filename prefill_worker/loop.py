@@ -27,7 +27,7 @@ from mesh.messages import LoadSnapshot, PrefillRequest
 
 @dataclass(slots=True, frozen=True)
 class Submit:
-    """Command: a gateway sent a request."""
+    """Command: a gateway sent a request; its transfer is expected already."""
 
     request: PrefillRequest
     gateway_id: str
@@ -57,15 +57,6 @@ class Congestion:
 
 
 @dataclass(slots=True, frozen=True)
-class Expect:
-    """Event: a Grant for this transfer will come from ``decode_worker_id``."""
-
-    transfer_id: str
-    decode_worker_id: str
-    ttl_s: float
-
-
-@dataclass(slots=True, frozen=True)
 class SendBlocks:
     """Event: these blocks are final; logical block ``first_index + i`` is ``block_ids[i]``."""
 
@@ -89,7 +80,7 @@ _MAX_EARLY_GRANTS = 4096
 """Grants remembered whose request has not come yet; the oldest are forgotten."""
 
 Command = Submit | Abort | GatewayLost | Granted | TransferEnded | Congestion
-Event = Expect | SendBlocks | FinishTransfer | CancelTransfer | Tokens | Failed
+Event = SendBlocks | FinishTransfer | CancelTransfer | Tokens | Failed
 
 
 class PrefillLoop:
@@ -166,6 +157,8 @@ class PrefillLoop:
         except PdmeshError as error:
             message = failure(request.request_id, request.transfer_id, error)
             self._events.append(Failed(gateway_id, message))
+            if request.transfer_id not in self._jobs:
+                self._events.append(CancelTransfer(request.transfer_id))
             return
         sequence = make_sequence(request)
         self._engine.constrainer.attach(sequence)
@@ -176,7 +169,6 @@ class PrefillLoop:
         self._receivers[request.transfer_id] = request.decode.worker_id
         sequence.is_held_back = request.decode.worker_id in self._congested
         self._scheduler.add(sequence)
-        self._events.append(Expect(request.transfer_id, request.decode.worker_id, request.ttl_s))
 
     def _granted(self, transfer_id: str) -> None:
         job = self._jobs.get(transfer_id)

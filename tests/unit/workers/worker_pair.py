@@ -120,6 +120,7 @@ class WorkerPair:
             "cache_salt": salt,
         }
         if not after:
+            self.sender.expect(name, D_REF.worker_id, fields["ttl_s"])
             self.p_inbox.append(p.Submit(PrefillRequest(**fields, decode=D_REF), GATEWAY))
         decode = DecodeRequest(**fields, prefill=None if after else P_REF, after=after)
         self.d_inbox.append(d.Submit(decode, GATEWAY))
@@ -178,8 +179,6 @@ class WorkerPair:
                         first_token_id=event.first_token_id,
                         finished=event.finished,
                     )
-                case p.Expect() as event:
-                    sender.expect(event.transfer_id, event.decode_worker_id, event.ttl_s)
                 case CancelTransfer() as event:
                     sender.cancel(event.transfer_id, "cancelled", "aborted by the gateway")
 
