@@ -1,4 +1,4 @@
-"""A ready ``pdmesh up`` as seen by a client and an operator."""
+"""A ready cluster as seen by a client and an operator."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from tests.integration.separate_roles import SeparateRoles
 from tests.integration.up_process import Up
 
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -40,9 +41,9 @@ class Answer:
 
 
 class RunningCluster:
-    """Owns one ``pdmesh up``; ``close()`` ends it."""
+    """Owns one ``pdmesh up``, or roles started one by one; ``close()`` ends it."""
 
-    def __init__(self, up: Up) -> None:
+    def __init__(self, up: Up | SeparateRoles) -> None:
         self.up = up
         self.url = up.read_url()
         self.model: str = self.get("/v1/models")["data"][0]["id"]
