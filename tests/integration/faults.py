@@ -111,8 +111,6 @@ def _heal(roles: SeparateRoles, network: Network) -> None:
 
 _ON_BOTH = (
     lossy(0.02),
-    delayed(),
-    parted("transfer", "prefill", "decode", 1.0),
     parted("transfer", "prefill", "decode"),
     frozen("transfer", "prefill"),
     frozen("transfer", "decode"),
@@ -123,6 +121,7 @@ _ON_BOTH = (
 FAULTS = {
     "tcp": (
         *_ON_BOTH,
+        parted("transfer", "prefill", "decode", 1.0),
         unplugged("prefill", "registry"),
         parted("decode", "gateway", "decode"),
         frozen("prefill", "prefill"),
@@ -130,6 +129,7 @@ FAULTS = {
     ),
     "ucx": (
         *_ON_BOTH,
+        delayed(),
         unplugged("transfer", "decode"),
         parted("prefill", "gateway", "prefill"),
         frozen("decode", "decode"),
