@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import format_table, machine, write_json
-from benchmarks.transfer_peer import COMMAND, FINGERPRINT, RECEIVER, SENDER, content
+from benchmarks.transfer_peer import (
+    COMMAND,
+    FINGERPRINT,
+    RECEIVER,
+    SENDER,
+    content,
+    wait_for,
+)
 from kvtransfer.events import Committed
 from kvtransfer.factory import make_transport
 from kvtransfer.nixl_agent import NixlAgent
@@ -240,7 +247,7 @@ class _Pdmesh(_Receiver):
         start_s = time.perf_counter()
         self._receiver.open(name, self._sender, target, 0)
         while True:
-            if self.wire.poll():
+            if wait_for(self.wire, self._transport.arrivals_fileno(), busy=True):
                 message: Any = codec.decode(self.wire.recv_bytes())
                 self._receiver.on_message(SENDER, message)
             for event in self._receiver.poll():

@@ -6,6 +6,7 @@ Started by ``benchmarks.transfer`` with one end of a socket pair. Idle, it sleep
 from __future__ import annotations
 
 import json
+import select
 import socket
 import sys
 from multiprocessing.connection import Connection
@@ -45,6 +46,19 @@ def main() -> None:
         serve(wire, memory, method)
     except EOFError:
         return
+
+
+def wait_for(wire: Connection, fileno: int | None, *, busy: bool) -> bool:
+    """Sleep until there is something to do, as a worker does; True where it is on the wire.
+
+    A transport without a file to wait for is polled at once.
+    """
+    if not busy:
+        return wire.poll(None)
+    if fileno is None:
+        return wire.poll(0)
+    readable, _, _ = select.select([wire.fileno(), fileno], [], [], 0.001)
+    return wire.fileno() in readable
 
 
 def _command(wire: Connection) -> dict[str, Any]:
@@ -98,7 +112,7 @@ def _pdmesh(wire: Connection, memory: BlockMemory, method: str) -> None:
     )
     try:
         while True:
-            if wire.poll(0 if sender.num_open else None):
+            if wait_for(wire, transport.connections_fileno(), busy=sender.num_open > 0):
                 data = wire.recv_bytes()
                 if data.startswith(COMMAND):
                     command = json.loads(data)

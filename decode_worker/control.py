@@ -82,6 +82,7 @@ class DecodeControl:
             self._host,
             on_events=self._on_events,
             poll=self._poll,
+            poll_fileno=self._transport.arrivals_fileno(),
             niceness=NICENESS,
         )
         engine.constrainer.on_ready = self._runtime.wake

@@ -28,6 +28,7 @@ class WorkerRuntime(Generic[Command, Event]):
         *,
         on_events: Callable[[list[Event]], None],
         poll: Callable[[], bool],
+        poll_fileno: int | None,
         niceness: int,
     ) -> None:
         """Prepare; nothing runs before ``run``.
@@ -37,10 +38,12 @@ class WorkerRuntime(Generic[Command, Event]):
             host: started and closed by ``run``.
             on_events: what the hot loop emitted.
             poll: progresses the transfers; returns whether any is open.
+            poll_fileno: turns readable when ``poll`` has something to do; None: by the clock alone.
             niceness: of the model thread.
         """
         self._host = host
         self._poll = poll
+        self._poll_fileno = poll_fileno
         self._poll_now = asyncio.Event()
         self._crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_events = on_events
@@ -63,6 +66,8 @@ class WorkerRuntime(Generic[Command, Event]):
         """Serve until ``stop``; raises what the model thread raised."""
         self._thread.start()
         poller = asyncio.create_task(self._poll_forever())
+        if self._poll_fileno is not None:
+            asyncio.get_running_loop().add_reader(self._poll_fileno, self.poll_soon)
         stopping = asyncio.create_task(stop.wait())
         try:
             await self._host.start()
@@ -78,6 +83,8 @@ class WorkerRuntime(Generic[Command, Event]):
             await self._host.close()
             await self._thread.close()
             poller.cancel()
+            if self._poll_fileno is not None:
+                asyncio.get_running_loop().remove_reader(self._poll_fileno)
 
     def _deliver(self, events: list[Event]) -> None:
         self._on_events(events)

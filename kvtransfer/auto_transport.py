@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import selectors
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.pool import BlockMemory
 from kvtransfer.shm_transport import NAME as SHM
 from kvtransfer.shm_transport import ShmTransport, host_id
+from kvtransfer.socket_transport import selector_fileno
 from kvtransfer.tcp_transport import NAME as TCP
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.transport import Arrival, Connection, Transport
@@ -67,6 +69,8 @@ class AutoTransport(Transport):
         if not self._makers:
             raise TransportError("no transport for this pool: it needs NIXL")
         self._made: dict[str, Transport] = {}
+        self._arrivals = selectors.DefaultSelector()
+        self._connections = selectors.DefaultSelector()
         self._peers: dict[str, _Peer] = {}
 
     @property
@@ -129,6 +133,16 @@ class AutoTransport(Transport):
             arrivals += transport.poll_arrivals()
         return arrivals
 
+    def poll_connections(self) -> None:
+        for transport in self._made.values():
+            transport.poll_connections()
+
+    def arrivals_fileno(self) -> int | None:
+        return selector_fileno(self._arrivals)
+
+    def connections_fileno(self) -> int | None:
+        return selector_fileno(self._connections)
+
     def fence(self, peer_id: str) -> bool:
         peer = self._peers.get(peer_id)
         if peer is None or peer.in_use is None:
@@ -143,10 +157,18 @@ class AutoTransport(Transport):
         return self._make(name).connect(peer_id, address)
 
     def close(self) -> None:
+        self._arrivals.close()
+        self._connections.close()
         for transport in self._made.values():
             transport.close()
 
     def _make(self, name: str) -> Transport:
         if name not in self._made:
-            self._made[name] = self._makers[name]()
+            made = self._made[name] = self._makers[name]()
+            for selector, fileno in (
+                (self._arrivals, made.arrivals_fileno()),
+                (self._connections, made.connections_fileno()),
+            ):
+                if fileno is not None:
+                    selector.register(fileno, selectors.EVENT_READ)
         return self._made[name]

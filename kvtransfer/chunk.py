@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from kvtransfer.encoding import ENCODINGS, decode_pieces, encoded_size
 from kvtransfer.layout import MAX_PARTS, BlockLayout, part_of, piece_ids
-from kvtransfer.pieces import PieceSize, checksum_pieces
+from kvtransfer.pieces import PieceSize, combine_digests, digest_blocks
 from kvtransfer.pool import BlockMemory
 from kvtransfer.receiver_state import Incoming
 from kvtransfer.transport import MAX_CHUNK_PIECES, MAX_HEADER_BYTES
@@ -37,11 +37,16 @@ def decode_header(data: bytes) -> ChunkHeader:
 
 
 def accept_chunk(
-    header: ChunkHeader, incoming: Incoming, memory: BlockMemory, layout: BlockLayout, epoch: int
+    header: ChunkHeader,
+    digests: list[int] | None,
+    incoming: Incoming,
+    memory: BlockMemory,
+    layout: BlockLayout,
+    epoch: int,
 ) -> str | None:
     """Check an arrived chunk and count it; compressed pieces are expanded in place.
 
-    Reads the blocks (checksum), so it is called once per chunk.
+    Reads the blocks, unless their ``digests`` are known, so it is called once per chunk.
 
     Returns:
         The stable code of what is wrong, and nothing is changed; None if its blocks are good.
@@ -64,8 +69,11 @@ def accept_chunk(
     start = header.first_index - incoming.first_index
     block_ids = incoming.block_ids[start : start + header.num_blocks]
     ids = piece_ids(block_ids, ours, layout.block_bytes // header.stride)
-    if memory.is_host and header.checksum != checksum_pieces(memory.array, ids, size):
-        return "checksum_mismatch"
+    if memory.is_host:
+        if digests is None or len(digests) != header.num_blocks:
+            digests = digest_blocks(memory.array, ids, size, len(ours))
+        if header.checksum != combine_digests(digests):
+            return "checksum_mismatch"
     if header.encoding:
         decode_pieces(memory.array, ids, header.stride, layout.element)
     incoming.mark_arrived(header.seq, start, header.num_blocks, header.part)

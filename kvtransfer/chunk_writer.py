@@ -12,7 +12,7 @@ from kvtransfer.encoding import encode_pieces, encoded_size
 from kvtransfer.errors import PeerLost, TransportError
 from kvtransfer.layout import BlockLayout, part_of, piece_ids
 from kvtransfer.lease import Clock
-from kvtransfer.pieces import PieceSize, checksum_pieces
+from kvtransfer.pieces import PieceSize, combine_digests, digest_blocks
 from kvtransfer.sender_state import InFlight, Outgoing
 from kvtransfer.staging import StagingBlocks
 from kvtransfer.transport import MAX_CHUNK_PIECES, Connection, Transport
@@ -147,7 +147,9 @@ class ChunkWriter:
             route.connection.chunk_bytes // (pieces_per_block * plan.stride),
             MAX_CHUNK_PIECES // pieces_per_block,
         )
-        part, first_index, blocks = outgoing.take_run(max(1, most))
+        run = outgoing.take_run(max(1, most))
+        part, first_index = run[0].part, run[0].index
+        blocks = tuple(entry.block_id for entry in run)
         start = first_index - grant.first_index
         remote_ids = piece_ids(
             grant.block_ids[start : start + len(blocks)],
@@ -161,7 +163,9 @@ class ChunkWriter:
         if grant.encoding:
             encoding, size, local_ids, staged = self._compress(grant.encoding, local_ids, plan.size)
         num_bytes = len(local_ids) * size.num_bytes
-        memory = self._transport.memory
+        digests = [entry.digest for entry in run]
+        if not plan.is_whole or encoding:
+            digests = self._digests(local_ids, size, len(local_ids) // len(run))
         header = ChunkHeader(
             transfer_id=outgoing.transfer_id,
             epoch=grant.epoch,
@@ -171,8 +175,7 @@ class ChunkWriter:
             first_index=first_index,
             num_blocks=len(blocks),
             num_bytes=num_bytes,
-            # What the CPU can't read is not checksummed.
-            checksum=checksum_pieces(memory.array, local_ids, size) if memory.is_host else 0,
+            checksum=combine_digests([digest or 0 for digest in digests]),
             stride=plan.stride,
             part=part,
             num_parts=plan.num_parts,
@@ -195,6 +198,15 @@ class ChunkWriter:
             outgoing.in_flight.append(InFlight(write, num_bytes, staged))
             route.num_bytes_in_flight += num_bytes
         return num_bytes
+
+    def _digests(
+        self, local_ids: list[int], size: PieceSize, pieces_per_block: int
+    ) -> list[int | None]:
+        """Of what is written, where that is not what was submitted; none of device memory."""
+        memory = self._transport.memory
+        if not memory.is_host:
+            return []
+        return [*digest_blocks(memory.array, local_ids, size, pieces_per_block)]
 
     def _compress(
         self, encoding: str, local_ids: list[int], size: PieceSize

@@ -140,6 +140,9 @@ class FaultyTransport(Transport):
         self.has_met = inner.has_met  # type: ignore[method-assign]
         self.avoid = inner.avoid  # type: ignore[method-assign]
         self.name_for = inner.name_for  # type: ignore[method-assign]
+        self.poll_connections = inner.poll_connections  # type: ignore[method-assign]
+        self.arrivals_fileno = inner.arrivals_fileno  # type: ignore[method-assign]
+        self.connections_fileno = inner.connections_fileno  # type: ignore[method-assign]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvtransfer.frame import FRAME_VERSION, GREETING, MAGIC, PREFIX, RECEIPT, unpack_ids
@@ -14,11 +16,24 @@ from kvtransfer.permits import Permits
 from kvtransfer.pieces import PieceSize
 from kvtransfer.pool import BlockMemory
 from kvtransfer.transitions import TransitionTable
-from kvtransfer.transport import MAX_CHUNK_PIECES, MAX_HEADER_BYTES, Arrival
+from kvtransfer.transport import MAX_CHUNK_PIECES, MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
 _MAX_IOVECS = 64
+
+
+Digests = Future[list[int]] | list[int] | None
+"""xxh3-64 of a frame's pieces: to come, there, or left to the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One write that was read whole."""
+
+    peer_id: str
+    header: bytes
+    digests: Digests
 
 
 class Endpoint:
@@ -67,12 +82,14 @@ class Inlet(ABC):
         accepted: socket.socket,
         memory: BlockMemory,
         find_endpoint: Callable[[bytes], Endpoint | None],
+        helper: Executor,
     ) -> None:
         accepted.setblocking(False)
         self.socket = accepted
         self.is_closed = False
         self._memory = memory
         self._find_endpoint = find_endpoint
+        self._helper = helper
         self._endpoint: Endpoint | None = None
         self._part = _Part.GREETING
         self._whole = memoryview(bytearray(GREETING.size))
@@ -85,15 +102,19 @@ class Inlet(ABC):
         self._num_frames = 0
         self._receipt = b""
 
-    def receive(self, arrivals: list[Arrival], budget: int) -> int:
-        """Take in about ``budget`` bytes at most; sets ``is_closed`` at the end or a refusal."""
+    def receive(self, frames: list[Frame], budget: int) -> int:
+        """Take in at most one frame and about ``budget`` bytes: it is checked while it is hot.
+
+        Sets ``is_closed`` at the end or a refusal.
+        """
         received = 0
         try:
             self._send_receipt()
-            while received < budget and not self.is_closed:
+            num_frames = self._num_frames
+            while received < budget and not self.is_closed and self._num_frames == num_frames:
                 received += self._read()
                 if not self._targets:
-                    received += self._on_whole_part(arrivals)
+                    received += self._on_whole_part(frames)
         except BlockingIOError:
             pass
         except Refused as refusal:
@@ -122,11 +143,13 @@ class Inlet(ABC):
         return deque()
 
     @abstractmethod
-    def _take_in(self, ids: tuple[int, ...], sources: tuple[int, ...], size: PieceSize) -> int:
+    def _take_in(
+        self, ids: tuple[int, ...], sources: tuple[int, ...], size: PieceSize
+    ) -> tuple[int, Digests]:
         """The frame is read whole: see that its bytes are in the pool.
 
         Returns:
-            Bytes moved here.
+            Bytes moved here, and the pieces' digests, now or later.
 
         Raises:
             Refused: they can't be had.
@@ -152,7 +175,7 @@ class Inlet(ABC):
             count -= len(head)
             self._targets.popleft()
 
-    def _on_whole_part(self, arrivals: list[Arrival]) -> int:
+    def _on_whole_part(self, frames: list[Frame]) -> int:
         moved = 0
         if self._part is _Part.GREETING:
             self._on_greeting()
@@ -161,7 +184,7 @@ class Inlet(ABC):
         elif self._part is _Part.HEAD:
             self._on_head()
         if self._part is _Part.BODY and not self._targets:
-            moved = self._on_frame(arrivals)
+            moved = self._on_frame(frames)
         return moved
 
     def _on_greeting(self) -> None:
@@ -191,11 +214,11 @@ class Inlet(ABC):
         self._part = _PARTS.next(self._part, _Read.WHOLE)
         self._targets = self._body(self._ids, self._size)
 
-    def _on_frame(self, arrivals: list[Arrival]) -> int:
+    def _on_frame(self, frames: list[Frame]) -> int:
         assert self._endpoint is not None
         sources = unpack_ids(self._whole[len(self._whole) - 4 * self._num_pieces :])
-        moved = self._take_in(self._ids, sources, self._size)
-        arrivals.append(Arrival(self._endpoint.peer_id, self._header))
+        moved, digests = self._take_in(self._ids, sources, self._size)
+        frames.append(Frame(self._endpoint.peer_id, self._header, digests))
         self._num_frames += 1
         self._receipt = RECEIPT.pack(self._num_frames)  # cumulative: an unsent one is superseded
         self._send_receipt()

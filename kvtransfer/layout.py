@@ -103,6 +103,11 @@ class WritePlan:
     num_parts: int
 
     @property
+    def is_whole(self) -> bool:
+        """Whether each part of a block is one piece and goes as it lies."""
+        return self.local_per_block == len(self.local) == self.num_parts
+
+    @property
     def size(self) -> PieceSize:
         """Pieces as they lie in both pools."""
         return PieceSize(self.stride, self.stride)

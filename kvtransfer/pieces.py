@@ -11,6 +11,7 @@ tensor-parallel slice of a block is a smaller one, compressed KV a shorter one.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ import xxhash
 
 Bytes = npt.NDArray[np.uint8]
 
-_SMALL_BYTES = 32 << 10
+SMALL_BYTES = 32 << 10
 """Below this, a call per piece costs more than numpy's copy through a temporary."""
 
 
@@ -61,7 +62,7 @@ def copy_pieces(
     size: PieceSize,
 ) -> None:  # fmt: skip
     """Copy piece ``source_ids[i]`` of one pool to ``target_ids[i]`` of another, ids checked."""
-    if size.num_bytes < _SMALL_BYTES:
+    if size.num_bytes < SMALL_BYTES:
         as_rows(target, size)[np.asarray(target_ids)] = as_rows(source, size)[
             np.asarray(source_ids)
         ]
@@ -72,15 +73,31 @@ def copy_pieces(
         np.copyto(target[to : to + size.num_bytes], source[start : start + size.num_bytes])
 
 
-def checksum_pieces(pool: Bytes, ids: Sequence[int], size: PieceSize) -> int:
-    """xxh3-64 over the pieces' bytes in the order given."""
-    digest = xxhash.xxh3_64()
-    if size.num_bytes < _SMALL_BYTES:
-        digest.update(as_rows(pool, size)[np.asarray(ids)].data)
-    else:
-        for start, length in spans(ids, size):
-            digest.update(pool[start : start + length].data)
-    return digest.intdigest()
+def digest_pieces(pool: Bytes, ids: Sequence[int], size: PieceSize) -> list[int]:
+    """xxh3-64 of every piece."""
+    digests = []
+    for piece in ids:
+        start = piece * size.stride
+        digests.append(xxhash.xxh3_64_intdigest(pool[start : start + size.num_bytes].data))
+    return digests
+
+
+def digest_blocks(
+    pool: Bytes, ids: Sequence[int], size: PieceSize, pieces_per_block: int
+) -> list[int]:
+    """xxh3-64 of every block's share of the pieces, in the order given."""
+    if pieces_per_block == 1:
+        return digest_pieces(pool, ids, size)
+    rows, indices = as_rows(pool, size), np.asarray(ids)
+    return [
+        xxhash.xxh3_64_intdigest(rows[indices[start : start + pieces_per_block]].data)
+        for start in range(0, len(ids), pieces_per_block)
+    ]
+
+
+def combine_digests(digests: Sequence[int]) -> int:
+    """The checksum of a chunk: xxh3-64 over its blocks' digests, little-endian."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests))
 
 
 def as_rows(pool: Bytes, size: PieceSize) -> npt.NDArray[Any]:

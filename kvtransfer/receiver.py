@@ -18,7 +18,7 @@ from kvtransfer.layout import BlockLayout, Heads
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer, send_renewals
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.receiver_state import Incoming, ReceiveState, ReceiveTrigger
-from kvtransfer.transport import Transport
+from kvtransfer.transport import Arrival, Transport
 from mesh.errors import ProtocolError
 from mesh.messages import (
     Grant,
@@ -37,6 +37,8 @@ FENCE_SETTLE_S = 0.1
 """A system call that had pinned pages when the fence fell may still copy those few pages."""
 LATE_CHUNKS_S = 2.0
 """After P's last word, how long its chunk headers may still be on their way."""
+MAX_POLL_ROUNDS = 16
+"""Of arrivals in one poll: what arrived is checked before more is taken, while it is hot."""
 MAX_CODE = 64
 MAX_TEXT = 512
 """A peer's words go into logs and to clients."""
@@ -234,12 +236,17 @@ class TransferReceiver:
     # ------------------------------------------------------------------ data
 
     def _take_arrivals(self) -> None:
-        for arrival in self._transport.poll_arrivals():
-            self._on_chunk(arrival.peer_id, arrival.header)
+        for _ in range(MAX_POLL_ROUNDS):
+            arrivals = self._transport.poll_arrivals()
+            for arrival in arrivals:
+                self._on_chunk(arrival)
+            if not arrivals:
+                break
 
-    def _on_chunk(self, peer_id: str, data: bytes) -> None:
+    def _on_chunk(self, arrival: Arrival) -> None:
+        peer_id = arrival.peer_id
         try:
-            header = decode_header(data)
+            header = decode_header(arrival.header)
         except ProtocolError as error:
             # It can't be told whose blocks these were, so none of this peer's can be trusted.
             self.num_refused_chunks += 1
@@ -255,7 +262,8 @@ class TransferReceiver:
             return
         if found.state is not ReceiveState.GRANTED:
             return  # already given up; its blocks stay quarantined until the final word
-        fault = accept_chunk(header, found, self._transport.memory, self._layout, self.epoch)
+        memory = self._transport.memory
+        fault = accept_chunk(header, arrival.digests, found, memory, self._layout, self.epoch)
         if fault is not None:
             self.num_refused_chunks += 1
             self._fail(found, fault, f"chunk {header.seq} was refused")
@@ -265,8 +273,8 @@ class TransferReceiver:
 
     def _commit_if_complete(self, incoming: Incoming) -> None:
         if incoming.is_complete:
-            assert incoming.done is not None
-            self._commit(incoming, incoming.done)
+            assert incoming.announced is not None
+            self._commit(incoming, incoming.announced)
 
     def _commit(self, incoming: Incoming, done: PrefillDone) -> None:
         incoming.move(ReceiveTrigger.COMPLETE)
@@ -287,6 +295,11 @@ class TransferReceiver:
             if message.sender_epoch > incoming.sender.epoch:
                 self._fence(incoming.sender.worker_id, "peer_restarted")
             return
+        if isinstance(message, PrefillDone) and not message.is_quiet:
+            if incoming.state is ReceiveState.GRANTED:
+                incoming.announced = message
+                self._commit_if_complete(incoming)
+            return
         code = message.code if isinstance(message, TransferNack) else ""
         if code in (WRITE_ABORTED, Unreachable.code):
             if incoming.state in (ReceiveState.GRANTED, ReceiveState.CANCELLING):
@@ -302,7 +315,7 @@ class TransferReceiver:
             elif message.finished:
                 self._commit(incoming, message)
             elif incoming.done is None:
-                incoming.done = message
+                incoming.done = incoming.announced = message
                 incoming.lease = Lease.start(min(self._lease_s, LATE_CHUNKS_S), self._clock())
                 self._take_arrivals()
                 if incoming.state is ReceiveState.GRANTED:

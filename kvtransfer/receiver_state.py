@@ -85,7 +85,10 @@ class Incoming:
     """One flag per granted block and part."""
     num_arrived: int = 0
     chunk_seqs: set[int] = field(default_factory=set)
+    announced: PrefillDone | None = None
+    """P has written everything, if not all of it has arrived."""
     done: PrefillDone | None = None
+    """P has no write in flight."""
     settle_at_s: float | None = None
     """FENCED: when the blocks may be reused; None while the fence is no proof."""
 
@@ -97,10 +100,10 @@ class Incoming:
     def is_complete(self) -> bool:
         """Every granted block arrived, in exactly the chunks that P counted."""
         return (
-            self.done is not None
+            self.announced is not None
             and self.num_arrived == len(self.block_ids) * self.num_parts
             and (self.num_parts > 0 or not self.block_ids)
-            and len(self.chunk_seqs) == self.done.num_chunks
+            and len(self.chunk_seqs) == self.announced.num_chunks
         )
 
     def has_parts(self, num_parts: int) -> bool:

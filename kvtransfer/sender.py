@@ -20,6 +20,7 @@ from kvtransfer.layout import BlockLayout
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer, send_renewals
 from kvtransfer.not_open import NotOpen
 from kvtransfer.outbox import Outbox, Send
+from kvtransfer.pieces import PieceSize, digest_pieces
 from kvtransfer.sender_state import Outgoing, SendState, SendTrigger
 from kvtransfer.staging import StagingBlocks
 from kvtransfer.transport import Transport
@@ -134,7 +135,7 @@ class TransferSender:
         if outgoing is None or outgoing.state is SendState.DRAINING:
             return
         parts = range(self._num_parts) if part is None else (part,)
-        outgoing.submit(first_index, block_ids, parts)
+        outgoing.submit(first_index, block_ids, parts, self._digest)
         self._match_grant(outgoing)
 
     def finish(self, transfer_id: str, *, first_token_id: int, finished: bool) -> None:
@@ -182,8 +183,9 @@ class TransferSender:
             self._on_cancel(receiver_id, message.transfer_id)
         elif isinstance(message, TransferAck):
             outgoing = self._find(receiver_id, message.transfer_id)
-            if outgoing is not None and outgoing.state is SendState.AWAIT_ACK:
-                self._close(outgoing, SendTrigger.ACK)
+            if outgoing is not None and outgoing.is_announced:
+                outgoing.is_acked = True
+                self._advance(outgoing)
         elif isinstance(message, LeaseRenew):
             for transfer_id in message.transfer_ids:
                 self._on_renewal(receiver_id, transfer_id)
@@ -202,6 +204,7 @@ class TransferSender:
             # Before any write: a process that was frozen must not go on under an expired lease.
             self._next_timers_s = now_s + _TIMER_INTERVAL_S
             self._run_timers(now_s)
+        self._transport.poll_connections()
         if self._outgoing:
             self._settle_writes()
             self._write_pending()
@@ -306,6 +309,7 @@ class TransferSender:
     def _advance(self, outgoing: Outgoing) -> None:
         """Take the endings that need no outside event: done, drained."""
         if outgoing.in_flight:
+            self._announce(outgoing)
             return
         if outgoing.state is SendState.DRAINING:
             self._close(outgoing, SendTrigger.DRAINED)
@@ -317,15 +321,29 @@ class TransferSender:
             assert outgoing.grant is not None
             if outgoing.pending:
                 return
-            if outgoing.num_written != len(outgoing.grant.block_ids) * self._num_parts:
+            if not outgoing.has_written_all(self._num_parts):
                 self._fail(outgoing, "incomplete", "fewer blocks were computed than granted")
                 self._close(outgoing, SendTrigger.DRAINED)
                 return
-            self._send_done(outgoing, outgoing.done)
+            if not outgoing.is_acked:
+                self._send_done(outgoing, outgoing.done)
             outgoing.move(SendTrigger.ALL_WRITTEN)
+        if outgoing.state is SendState.AWAIT_ACK and outgoing.is_acked:
+            self._close(outgoing, SendTrigger.ACK)
 
-    def _send_done(self, outgoing: Outgoing, done: PrefillDone) -> None:
-        outgoing.done = msgspec.structs.replace(done, num_chunks=outgoing.next_seq)
+    def _announce(self, outgoing: Outgoing) -> None:
+        """All that is left is on its way: so that D commits when it has come, not a word later."""
+        done = outgoing.done
+        if done is None or done.finished or outgoing.is_announced or outgoing.pending:
+            return
+        if outgoing.state is SendState.WRITING and outgoing.has_written_all(self._num_parts):
+            self._send_done(outgoing, done, is_quiet=False)
+
+    def _send_done(self, outgoing: Outgoing, done: PrefillDone, *, is_quiet: bool = True) -> None:
+        outgoing.is_announced = True
+        outgoing.done = msgspec.structs.replace(
+            done, num_chunks=outgoing.next_seq, is_quiet=is_quiet
+        )
         self._outbox.post(outgoing.receiver_id, outgoing.done)
 
     # ------------------------------------------------------------------ endings
@@ -358,7 +376,8 @@ class TransferSender:
         del self._outgoing[outgoing.transfer_id]
         if outgoing.failure is None:
             assert outgoing.done is not None
-            self._not_open.add_last_word(outgoing.transfer_id, outgoing.done)
+            last_word = msgspec.structs.replace(outgoing.done, is_quiet=True)
+            self._not_open.add_last_word(outgoing.transfer_id, last_word)
             self._events.append(
                 SendDone(
                     outgoing.transfer_id,
@@ -396,6 +415,15 @@ class TransferSender:
         elif outgoing.state is SendState.DRAINING and outgoing.in_flight:
             # A frozen receiver never takes the write; only tearing the connection down ends it.
             self._drop_peer(outgoing.receiver_id, "peer_lost", "a write did not end in time")
+
+    def _digest(self, block_id: int, part: int) -> int | None:
+        """Now, behind the prefill, rather than when the receiver waits."""
+        memory = self._transport.memory
+        if not memory.is_host:
+            return None
+        part_bytes = memory.block_bytes // self._num_parts
+        piece = block_id * self._num_parts + part
+        return digest_pieces(memory.array, (piece,), PieceSize(part_bytes, part_bytes))[0]
 
     def _nack(self, transfer_id: str, code: str, message: str) -> TransferNack:
         return TransferNack(

@@ -13,7 +13,7 @@ EXPECTED ──Grant──▶ WRITING ──finished, every granted block writte
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -75,6 +75,19 @@ class InFlight:
     """Staging blocks it reads from."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """One part of one computed block."""
+
+    part: int
+    index: int
+    """Logical."""
+    block_id: int
+    """In the sender's pool."""
+    digest: int | None
+    """xxh3-64 of the part as it lies there; None where it was not computed yet."""
+
+
 @dataclass(slots=True)
 class Outgoing:
     """One transfer that P was asked to make."""
@@ -87,8 +100,8 @@ class Outgoing:
     grant: Grant | None = None
     plan: WritePlan | None = None
     """Set with the grant."""
-    pending: deque[tuple[int, int, int]] = field(default_factory=deque)
-    """(part, logical index, local block id), computed and not yet written."""
+    pending: deque[Pending] = field(default_factory=deque)
+    """Computed and not yet written."""
     submitted: set[tuple[int, int]] = field(default_factory=set)
     """(logical index, part) ever submitted."""
     num_written: int = 0
@@ -100,6 +113,10 @@ class Outgoing:
     in_flight: list[InFlight] = field(default_factory=list)
     done: PrefillDone | None = None
     """Set by ``finish``; ``num_chunks`` is filled in when it is sent."""
+    is_announced: bool = False
+    """``done`` was sent."""
+    is_acked: bool = False
+    """D has committed it."""
     failure: tuple[str, str] | None = None
     """Code and message, set on the way into DRAINING."""
 
@@ -107,8 +124,14 @@ class Outgoing:
         """Take one transition; raises IllegalTransition."""
         self.state = SEND_TRANSITIONS.next(self.state, trigger)
 
-    def submit(self, first_index: int, block_ids: Sequence[int], parts: Sequence[int]) -> None:
-        """Have these parts of the blocks written.
+    def submit(
+        self,
+        first_index: int,
+        block_ids: Sequence[int],
+        parts: Sequence[int],
+        digest: Callable[[int, int], int | None],
+    ) -> None:
+        """Have these parts of the blocks written; ``digest`` is called with each block and part.
 
         Raises:
             ValueError: one was submitted before, or after ``finish``.
@@ -120,31 +143,33 @@ class Outgoing:
         self.submitted |= new
         for part in parts:
             self.pending.extend(
-                (part, index, block) for index, block in zip(indices, block_ids, strict=True)
+                Pending(part, index, block, digest(block, part))
+                for index, block in zip(indices, block_ids, strict=True)
             )
 
     def drop_below(self, first_index: int) -> None:
         """Forget pending blocks that the receiver has already."""
-        if any(index < first_index for _, index, _ in self.pending):
-            self.pending = deque(entry for entry in self.pending if entry[1] >= first_index)
+        if any(entry.index < first_index for entry in self.pending):
+            self.pending = deque(entry for entry in self.pending if entry.index >= first_index)
 
     def covers(self, grant: Grant) -> bool:
         """Whether everything submitted lies below the end of the grant."""
         end = grant.first_index + len(grant.block_ids)
         return not self.submitted or max(self.submitted)[0] < end
 
-    def take_run(self, most: int) -> tuple[int, int, tuple[int, ...]]:
-        """The next pending blocks with consecutive logical indices, of one part.
+    def has_written_all(self, num_parts: int) -> bool:
+        """Whether the write of every part of every granted block was started."""
+        return self.grant is not None and (
+            self.num_written == len(self.grant.block_ids) * num_parts
+        )
 
-        Returns:
-            The part, the first logical index, and at most ``most`` local block ids.
-        """
-        part, first_index, block_id = self.pending.popleft()
-        run = [block_id]
+    def take_run(self, most: int) -> list[Pending]:
+        """The next pending blocks, at most ``most``: of one part, with consecutive indices."""
+        run = [self.pending.popleft()]
+        part, index = run[0].part, run[0].index
         while self.pending and len(run) < most:
-            next_part, index, block_id = self.pending[0]
-            if (next_part, index) != (part, first_index + len(run)):
+            entry = self.pending[0]
+            if (entry.part, entry.index) != (part, index + len(run)):
                 break
-            self.pending.popleft()
-            run.append(block_id)
-        return part, first_index, tuple(run)
+            run.append(self.pending.popleft())
+        return run

@@ -13,6 +13,7 @@ import hashlib
 import mmap
 import os
 import secrets
+import selectors
 import socket
 import struct
 import sys
@@ -26,8 +27,8 @@ import numpy as np
 from kvtransfer.address import pack_address, unpack_address
 from kvtransfer.errors import BadAddress, PeerLost, TransportError, Unreachable
 from kvtransfer.frame import FRAME_VERSION, GREETING, MAGIC, TOKEN_BYTES, pack_frame_head
-from kvtransfer.inlet import Inlet, Refused
-from kvtransfer.pieces import Bytes, PieceSize, copy_pieces
+from kvtransfer.inlet import Digests, Inlet, Refused
+from kvtransfer.pieces import SMALL_BYTES, Bytes, PieceSize, copy_pieces, digest_pieces
 from kvtransfer.pool import BlockMemory
 from kvtransfer.socket_connection import SocketConnection
 from kvtransfer.socket_transport import SocketTransport
@@ -36,6 +37,8 @@ from mesh.shared_mapping import is_sealed
 
 NAME = "shm"
 _BACKLOG = 128
+_SHARED_BYTES = 4 << 20
+"""From here on two threads copy a frame."""
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -104,21 +107,39 @@ class ShmInlet(Inlet):
             raise Refused(f"the sender's pool can't be mapped: {error}") from error
         self._pool = np.frombuffer(self._mapping, np.uint8)
 
-    def _take_in(self, ids: tuple[int, ...], sources: tuple[int, ...], size: PieceSize) -> int:
+    def _take_in(
+        self, ids: tuple[int, ...], sources: tuple[int, ...], size: PieceSize
+    ) -> tuple[int, Digests]:
+        """Copy on two cores, and check each piece while it is in the cache."""
         assert self._pool is not None
         if (max(sources) + 1) * size.stride > len(self._pool):
             raise Refused("a source piece is outside the sender's pool")
-        copy_pieces(self._pool, sources, self._memory.array, ids, size)
-        return len(ids) * size.num_bytes
+        num_bytes = len(ids) * size.num_bytes
+        target = self._memory.array
+        if size.num_bytes < SMALL_BYTES:
+            copy_pieces(self._pool, sources, target, ids, size)
+            return num_bytes, None
+        half = len(ids) // 2 if num_bytes >= _SHARED_BYTES else 0
+        other = None
+        if half:
+            other = self._helper.submit(
+                _copy_and_digest, self._pool, sources[:half], target, ids[:half], size
+            )
+        digests = _copy_and_digest(self._pool, sources[half:], target, ids[half:], size)
+        if other is not None:
+            digests = other.result() + digests
+        return num_bytes, digests
 
 
 class ShmConnection(SocketConnection):
     """Tells which pieces to take; the receiver takes them."""
 
-    chunk_bytes = 4 << 20
-    """The receiver copies one chunk while the next is checksummed here."""
+    chunk_bytes = 16 << 20
+    """About 1 ms of copying on two cores; smaller ones lose a tenth of it to waking the second."""
 
-    def __init__(self, memory: BlockMemory, name: ShmEndpointName) -> None:
+    def __init__(
+        self, memory: BlockMemory, selector: selectors.BaseSelector, name: ShmEndpointName
+    ) -> None:
         """Connect and hand the pool over.
 
         Raises:
@@ -128,7 +149,7 @@ class ShmConnection(SocketConnection):
         if memory.mapping is None or memory.mapping.fd < 0:
             raise TransportError("transport 'shm' needs the KV pool in a shared mapping")
         greeting = GREETING.pack(MAGIC, FRAME_VERSION, name.token)
-        super().__init__(memory, socket.AF_UNIX, f"\0{name.socket}", greeting)
+        super().__init__(memory, selector, socket.AF_UNIX, f"\0{name.socket}", greeting)
         if not _is_own_user(self._socket):
             self.close()
             raise Unreachable("the data endpoint belongs to another user")
@@ -181,7 +202,7 @@ class ShmTransport(SocketTransport):
             raise BadAddress(f"not a shm endpoint: {error}") from error
         if not 0 < len(name.socket) <= 64 or len(name.token) != TOKEN_BYTES:
             raise BadAddress("a shm endpoint field is out of range")
-        return self._keep(ShmConnection(self.memory, name))
+        return self._keep(ShmConnection(self.memory, self._connecting, name))
 
     def _is_welcome(self, accepted: socket.socket) -> bool:
         return _is_own_user(accepted)
@@ -190,3 +211,14 @@ class ShmTransport(SocketTransport):
 def _is_own_user(connected: socket.socket) -> bool:
     data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     return bool(_PEER_CREDENTIALS.unpack(data)[1] == os.getuid())
+
+
+def _copy_and_digest(
+    source: Bytes, source_ids: Sequence[int], target: Bytes, target_ids: Sequence[int],
+    size: PieceSize,
+) -> list[int]:  # fmt: skip
+    digests: list[int] = []
+    for from_id, to_id in zip(source_ids, target_ids, strict=True):
+        copy_pieces(source, (from_id,), target, (to_id,), size)
+        digests += digest_pieces(target, (to_id,), size)
+    return digests

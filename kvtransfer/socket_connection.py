@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import selectors
 import socket
 from abc import abstractmethod
 from collections import deque
@@ -36,8 +37,15 @@ class SocketWrite(Write):
 class SocketConnection(Connection):
     """One socket to one endpoint; connects in the background of ``advance``."""
 
-    def __init__(self, memory: BlockMemory, family: int, address: Any, greeting: bytes) -> None:
-        """Start connecting.
+    def __init__(
+        self,
+        memory: BlockMemory,
+        selector: selectors.BaseSelector,
+        family: int,
+        address: Any,
+        greeting: bytes,
+    ) -> None:
+        """Start connecting; registered with ``selector`` until it is closed.
 
         Raises:
             Unreachable: the peer can't be dialed.
@@ -56,6 +64,9 @@ class SocketConnection(Connection):
         if code not in (0, *_CONNECTING):
             self._socket.close()
             raise Unreachable(f"the data endpoint: {os.strerror(code)}")
+        self._selector = selector
+        self._events = selectors.EVENT_READ | selectors.EVENT_WRITE
+        selector.register(self._socket, self._events, self)
 
     def write(
         self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
@@ -94,10 +105,17 @@ class SocketConnection(Connection):
             pass
         except OSError as error:
             self._lose(str(error))
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
+        if events != self._events:
+            self._events = events
+            self._selector.modify(self._socket, events, self)
 
     def close(self) -> None:
+        if self.is_closed:
+            return
         self.is_closed = True
         self._outgoing.clear()
+        self._selector.unregister(self._socket)
         self._socket.close()
 
     def _send(self) -> None:

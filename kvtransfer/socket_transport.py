@@ -11,10 +11,14 @@ import secrets
 import selectors
 import socket
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
+from kvtransfer.errors import PeerLost
 from kvtransfer.frame import TOKEN_BYTES
-from kvtransfer.inlet import Endpoint, Inlet
+from kvtransfer.inlet import Endpoint, Frame, Inlet
 from kvtransfer.pool import BlockMemory
 from kvtransfer.socket_connection import SocketConnection
 from kvtransfer.transport import Arrival, Transport
@@ -22,6 +26,13 @@ from kvtransfer.transport import Arrival, Transport
 MAX_INLETS = 1024
 MAX_POLL_BYTES = 32 << 20
 """Received per poll, so that the control loop gets its turn."""
+
+
+_SELECTORS_WITH_FILE = tuple(
+    getattr(selectors, name)
+    for name in ("EpollSelector", "KqueueSelector", "DevpollSelector")
+    if hasattr(selectors, name)
+)
 
 
 class SocketTransport(Transport):
@@ -34,7 +45,12 @@ class SocketTransport(Transport):
         self._endpoints: dict[str, Endpoint] = {}
         self._connections: list[SocketConnection] = []
         self._selector = selectors.DefaultSelector()
+        self._connecting = selectors.DefaultSelector()
+        """Of the connections this side dialed."""
         self._num_inlets = 0
+        self._checking: deque[Frame] = deque()
+        """Read whole; their digests may be still to come."""
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="kv-check")
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -62,20 +78,43 @@ class SocketTransport(Transport):
                 self._drop(inlet)
 
     def poll_arrivals(self) -> list[Arrival]:
-        arrivals: list[Arrival] = []
+        frames: list[Frame] = []
         budget = MAX_POLL_BYTES
         for key, _ in self._selector.select(timeout=0):
             if key.data is None:
                 self._accept()
             elif budget > 0:
                 inlet: Inlet = key.data
-                budget -= inlet.receive(arrivals, budget)
+                budget -= inlet.receive(frames, budget)
                 if inlet.is_closed:
                     self._drop(inlet)
+        self._checking.extend(frames)
+        arrivals: list[Arrival] = []
+        while self._checking:
+            digests = self._checking[0].digests
+            if isinstance(digests, Future):
+                if not digests.done() and (arrivals or budget < MAX_POLL_BYTES):
+                    break  # there was something else to do meanwhile, and may be again
+                digests = digests.result()
+            frame = self._checking.popleft()
+            arrivals.append(Arrival(frame.peer_id, frame.header, digests))
         return arrivals
+
+    def poll_connections(self) -> None:
+        for key, _ in self._connecting.select(timeout=0):
+            connection: SocketConnection = key.data
+            with suppress(PeerLost):  # whose writes find out by their own polls
+                connection.advance()
+
+    def arrivals_fileno(self) -> int | None:
+        return selector_fileno(self._selector)
+
+    def connections_fileno(self) -> int | None:
+        return selector_fileno(self._connecting)
 
     def fence(self, peer_id: str) -> bool:
         endpoint = self._endpoints.pop(peer_id, None)
+        self._checking = deque(frame for frame in self._checking if frame.peer_id != peer_id)
         if endpoint is not None:
             for inlet in list(endpoint.inlets):
                 self._drop(inlet)
@@ -90,6 +129,8 @@ class SocketTransport(Transport):
         self._endpoints.clear()
         self._listener.close()
         self._selector.close()
+        self._connecting.close()
+        self._helper.shutdown()
 
     def _keep(self, connection: SocketConnection) -> SocketConnection:
         self._connections = [c for c in self._connections if not c.is_closed]
@@ -104,7 +145,7 @@ class SocketTransport(Transport):
         if self._num_inlets >= MAX_INLETS or not self._is_welcome(accepted):
             accepted.close()
             return
-        inlet = self.inlet_type(accepted, self.memory, self._find_endpoint)
+        inlet = self.inlet_type(accepted, self.memory, self._find_endpoint, self._helper)
         self._num_inlets += 1
         self._selector.register(accepted, selectors.EVENT_READ, inlet)
 
@@ -122,3 +163,11 @@ class SocketTransport(Transport):
         self._selector.unregister(inlet.socket)
         inlet.close()
         self._num_inlets -= 1
+
+
+def selector_fileno(selector: selectors.BaseSelector) -> int | None:
+    """Selectors that are files (epoll, kqueue) can be waited for like one."""
+    if isinstance(selector, _SELECTORS_WITH_FILE):
+        fileno: int = selector.fileno()
+        return fileno
+    return None

@@ -5,6 +5,7 @@ Received bytes go from the socket straight into granted blocks.
 
 from __future__ import annotations
 
+import selectors
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ import msgspec
 from kvtransfer.address import pack_address, unpack_address
 from kvtransfer.errors import BadAddress, TransportError, Unreachable
 from kvtransfer.frame import FRAME_VERSION, GREETING, MAGIC, TOKEN_BYTES, pack_frame_head
-from kvtransfer.inlet import Inlet
-from kvtransfer.pieces import PieceSize, spans
+from kvtransfer.inlet import Digests, Inlet
+from kvtransfer.pieces import SMALL_BYTES, PieceSize, digest_pieces, spans
 from kvtransfer.pool import BlockMemory
 from kvtransfer.socket_connection import SocketConnection
 from kvtransfer.socket_transport import SocketTransport
@@ -42,17 +43,24 @@ class TcpInlet(Inlet):
         pool = self._memory.buffer
         return deque(pool[start : start + length] for start, length in spans(ids, size))
 
-    def _take_in(self, ids: tuple[int, ...], sources: tuple[int, ...], size: PieceSize) -> int:
-        return 0  # read straight into place
+    def _take_in(
+        self, ids: tuple[int, ...], sources: tuple[int, ...], size: PieceSize
+    ) -> tuple[int, Digests]:
+        """The bytes are in place; they are checked while the next frame is read."""
+        if size.num_bytes < SMALL_BYTES:
+            return 0, None
+        return 0, self._helper.submit(digest_pieces, self._memory.array, ids, size)
 
 
 class TcpConnection(SocketConnection):
     """Sends the pieces' bytes from where they lie."""
 
-    chunk_bytes = 2 << 20
-    """Each side checks a chunk while the kernel carries another."""
+    chunk_bytes = 4 << 20
+    """The receiver checks one chunk while it reads the next one."""
 
-    def __init__(self, memory: BlockMemory, name: TcpEndpointName) -> None:
+    def __init__(
+        self, memory: BlockMemory, selector: selectors.BaseSelector, name: TcpEndpointName
+    ) -> None:
         """Start connecting.
 
         Raises:
@@ -65,7 +73,7 @@ class TcpConnection(SocketConnection):
         except OSError as error:
             raise Unreachable(f"{name.host}: {error}") from error
         greeting = GREETING.pack(MAGIC, FRAME_VERSION, name.token)
-        super().__init__(memory, family, address, greeting)
+        super().__init__(memory, selector, family, address, greeting)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _put_frame(
@@ -119,4 +127,4 @@ class TcpTransport(SocketTransport):
             raise BadAddress(f"not a tcp endpoint: {error}") from error
         if not 0 < name.port < 65536 or len(name.token) != TOKEN_BYTES or len(name.host) > 255:
             raise BadAddress("a tcp endpoint field is out of range")
-        return self._keep(TcpConnection(self.memory, name))
+        return self._keep(TcpConnection(self.memory, self._connecting, name))

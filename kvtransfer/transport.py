@@ -31,6 +31,8 @@ class Arrival:
     peer_id: str
     header: bytes
     """As the sender gave it; not validated."""
+    digests: list[int] | None = None
+    """xxh3-64 of every written piece, where the transport had it computed beside its work."""
 
 
 class Write(ABC):
@@ -128,6 +130,20 @@ class Transport(ABC):
     @abstractmethod
     def poll_arrivals(self) -> list[Arrival]:
         """Make progress on the receiving side; the completed writes. Nearly free when idle."""
+
+    def poll_connections(self) -> None:  # noqa: B027
+        """Make progress on the sending side, also of connections that nothing is written over."""
+
+    def arrivals_fileno(self) -> int | None:
+        """What turns readable when ``poll_arrivals`` has something to do; None: poll by the clock.
+
+        It may be readable without cause, and one-sided transports have none.
+        """
+        return None
+
+    def connections_fileno(self) -> int | None:
+        """The same for ``poll_connections`` and the polls of writes."""
+        return None
 
     @abstractmethod
     def fence(self, peer_id: str) -> bool:

@@ -329,7 +329,7 @@ class ChunkHeader(Message, frozen=True, tag="chunk"):
 
 
 class PrefillDone(Message, frozen=True, tag="prefill-done"):
-    """P's last word: the first token and how many chunks were written."""
+    """Everything is on its way: the first token and how many chunks. P's last word once quiet."""
 
     transfer_id: str
     first_token_id: int
@@ -338,6 +338,8 @@ class PrefillDone(Message, frozen=True, tag="prefill-done"):
     num_chunks: int
     sender_epoch: int = 0
     """Which start of P says so: it speaks for its own writes only."""
+    is_quiet: bool = True
+    """No write is in flight any more. Before that D may commit if all has arrived, and no more."""
 
 
 class TransferAck(Message, frozen=True, tag="ack"):

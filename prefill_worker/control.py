@@ -77,6 +77,7 @@ class PrefillControl:
             self._host,
             on_events=self._on_events,
             poll=self._poll,
+            poll_fileno=self._transport.connections_fileno(),
             niceness=NICENESS,
         )
         if config.kv_layer_groups > 1:

@@ -14,7 +14,7 @@ LAYOUT = BlockLayout.opaque(BLOCK_BYTES)
 def outgoing(receiver_id: str, num_blocks: int, state: SendState = SendState.WRITING) -> Outgoing:
     transfer = Outgoing("t", receiver_id, Lease.start(1, 0), state)
     transfer.plan = plan_write(LAYOUT, LAYOUT, LAYOUT.heads, 1)
-    transfer.submit(0, range(num_blocks), [0])
+    transfer.submit(0, range(num_blocks), [0], lambda block, part: None)
     return transfer
 
 

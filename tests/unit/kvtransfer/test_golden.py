@@ -69,8 +69,8 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
         PrefillDone(
             transfer_id="t-1", first_token_id=42, finished=False, num_chunks=4, sender_epoch=8
         ),
-        ["prefill-done", "t-1", 42, False, 4, 8],
-        "930296ac70726566696c6c2d646f6e65a3742d312ac20408cf73b811f7e6381f37",
+        ["prefill-done", "t-1", 42, False, 4, 8, True],
+        "930297ac70726566696c6c2d646f6e65a3742d312ac20408c3cf00ac0353c9ef624d",
     ),
     (TransferAck(transfer_id="t-1"), ["ack", "t-1"], "930292a361636ba3742d31cfeb62343a8e032267"),
     (
