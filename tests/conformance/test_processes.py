@@ -131,6 +131,13 @@ def writing_transport_name(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture
+def writing_remote(writing_transport_name: str) -> Iterator[RemoteSender]:
+    remote = RemoteSender(writing_transport_name)
+    yield remote
+    remote.close()
+
+
 @pytest.fixture(params=[True, False], ids=["shared", "private"])
 def raw_remote(
     writing_transport_name: str, request: pytest.FixtureRequest
@@ -157,7 +164,8 @@ def test_killed_sender(remote: RemoteSender) -> None:
     remote.process.wait()
 
 
-def test_frozen_sender_never_writes_after_the_release(remote: RemoteSender) -> None:
+def test_frozen_sender_never_writes_after_the_release(writing_remote: RemoteSender) -> None:
+    remote = writing_remote
     remote.open("t")
     remote.run_until(lambda: remote.num_written() > 0)
     remote.process.send_signal(signal.SIGSTOP)
