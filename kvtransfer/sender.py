@@ -191,7 +191,10 @@ class TransferSender:
                 self._on_renewal(receiver_id, transfer_id)
 
     def on_peer_down(self, receiver_id: str) -> None:
-        """The link to a receiver is gone: everything for it ends, its connection is torn down."""
+        """The link to a receiver is gone: what it granted ends, its connection is torn down.
+
+        Transfers without a grant wait on: the receiver may dial again and grant them.
+        """
         self._outbox.drop(receiver_id)
         self._not_open.drop_receiver(receiver_id)
         self._drop_peer(receiver_id, "peer_down", f"lost the decode worker {receiver_id}")
@@ -362,6 +365,8 @@ class TransferSender:
         self._writer.drop_route(receiver_id)
         for outgoing in list(self._outgoing.values()):
             if outgoing.receiver_id != receiver_id or outgoing is spared:
+                continue
+            if outgoing.state is SendState.EXPECTED:
                 continue
             if code == "peer_down" or outgoing.state is SendState.WRITING:
                 self._fail(outgoing, code, message)

@@ -267,3 +267,16 @@ def test_receiver_restarts_under_its_name(cluster: Cluster, p: Node, d: Node) ->
 def test_unknown_transport_name() -> None:
     with pytest.raises(ConfigError, match="transport"):
         Cluster("pigeon").add_sender("p")
+
+
+def test_a_short_break_of_the_link_spares_what_is_not_granted(
+    cluster: Cluster, p: Node, d: Node
+) -> None:
+    p.sender.expect("t", "d", 60)
+    p.sender.submit("t", 0, [10, 11])
+    p.sender.on_peer_down("d")
+    p.sender.finish("t", first_token_id=1, finished=False)
+    d.receiver.on_peer_down("p")
+    d.receiver.open("t", p.ref, [1, 2], 0)
+    cluster.run_until(lambda: committed(d) == {"t"} and sent(p) == {"t"})
+    assert [p.bytes_of(b) for b in (10, 11)] == [d.bytes_of(b) for b in (1, 2)]
