@@ -29,9 +29,12 @@ class SocketWrite(Write):
         self._number = number
 
     def poll(self) -> bool:
-        if self._connection.num_received < self._number:
-            self._connection.advance()
-        return self._connection.num_received >= self._number
+        connection = self._connection
+        if connection.num_received + 1 == self._number:
+            connection.advance()  # for all that wait behind this one, too
+        elif connection.num_received < self._number and connection.is_closed:
+            raise PeerLost("the connection is closed")
+        return connection.num_received >= self._number
 
 
 class SocketConnection(Connection):
