@@ -1,4 +1,7 @@
-"""What a sender accepts as a Grant: it names another process's memory, so all of it is checked."""
+"""Makes Grants, and says what a sender accepts as one.
+
+A Grant names another process's memory, so all of it is checked.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,33 @@ from dataclasses import replace
 from kvtransfer.address import MAX_ADDRESS_BYTES, unpack_address
 from kvtransfer.errors import BadAddress
 from kvtransfer.layout import BlockLayout, Heads, WritePlan, plan_write
+from kvtransfer.receiver_state import Incoming
 from kvtransfer.transport import Transport
 from mesh.messages import Grant
 
 MAX_GRANT_BLOCKS = 1 << 16
 """A million tokens in blocks of 16."""
+
+
+def make_grant(
+    incoming: Incoming, layout: BlockLayout, *, fingerprint: str, epoch: int, lease_s: float,
+    transport: str, address: bytes,
+) -> Grant:  # fmt: skip
+    """Offer the blocks of ``incoming``, in a pool of this layout, at this endpoint."""
+    heads = incoming.heads
+    return Grant(
+        transfer_id=incoming.transfer_id,
+        fingerprint=fingerprint,
+        epoch=epoch,
+        transport=transport,
+        address=address,
+        first_index=incoming.first_index,
+        block_ids=incoming.block_ids,
+        lease_s=lease_s,
+        heads=heads.bounds if heads else None,
+        pool_heads=layout.heads.bounds if heads else None,
+        encoding=incoming.encoding,
+    )
 
 
 def grant_fault(grant: Grant, fingerprint: str, transport: Transport) -> tuple[str, str] | None:

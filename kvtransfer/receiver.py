@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvtransfer.chunk import accept_chunk, decode_header
 from kvtransfer.errors import WRITE_ABORTED, TransportError, Unreachable
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, ReceiverEvent
-from kvtransfer.grant import MAX_GRANT_BLOCKS
+from kvtransfer.grant import MAX_GRANT_BLOCKS, make_grant
 from kvtransfer.layout import BlockLayout, Heads
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer, send_renewals
 from kvtransfer.outbox import Outbox, Send
@@ -21,7 +21,6 @@ from kvtransfer.receiver_state import Incoming, ReceiveState, ReceiveTrigger
 from kvtransfer.transport import Arrival, Transport
 from mesh.errors import ProtocolError
 from mesh.messages import (
-    Grant,
     LeaseRenew,
     PeerRef,
     PrefillDone,
@@ -213,19 +212,11 @@ class TransferReceiver:
         except TransportError as error:
             self._fail(incoming, error.code, str(error))
             return
-        grant = Grant(
-            transfer_id=incoming.transfer_id,
-            fingerprint=self._fingerprint,
-            epoch=self.epoch,
-            transport=self._transport.name_for(peer_id),
-            address=address,
-            first_index=incoming.first_index,
-            block_ids=incoming.block_ids,
-            lease_s=self._lease_s,
-            heads=incoming.heads.bounds if incoming.heads else None,
-            pool_heads=self._layout.heads.bounds if incoming.heads else None,
-            encoding=incoming.encoding,
-        )
+        grant = make_grant(
+            incoming, self._layout,
+            fingerprint=self._fingerprint, epoch=self.epoch, lease_s=self._lease_s,
+            transport=self._transport.name_for(peer_id), address=address,
+        )  # fmt: skip
         self._transport.permit(peer_id, incoming.block_ids)
         if self._send(peer_id, grant):
             incoming.move(ReceiveTrigger.GRANT_SENT)

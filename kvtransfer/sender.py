@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from kvtransfer.backlog import Backlog
 from kvtransfer.chunk_writer import ChunkWriter
 from kvtransfer.errors import WRITE_ABORTED, PeerLost, Unreachable
-from kvtransfer.events import SendDone, SenderEvent, SendFailed
+from kvtransfer.events import SenderEvent
 from kvtransfer.grant import grant_fault, plan_grant
+from kvtransfer.last_words import LastWords
 from kvtransfer.layout import BlockLayout
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer, send_renewals
 from kvtransfer.not_open import NotOpen
@@ -31,7 +30,6 @@ from mesh.messages import (
     TransferAck,
     TransferCancel,
     TransferMessage,
-    TransferNack,
 )
 
 _TIMER_INTERVAL_S = 0.01
@@ -86,6 +84,7 @@ class TransferSender:
         self._outbox = Outbox(send, clock, lease_s)
         self._renewal = RenewalTimer(lease_s)
         self._not_open = NotOpen(self._outbox, epoch, lease_s / 2)
+        self._words = LastWords(self._outbox, self._not_open, epoch)
         self._outgoing: dict[str, Outgoing] = {}
         self._events: list[SenderEvent] = []
         self._backlog = Backlog()
@@ -234,8 +233,8 @@ class TransferSender:
         if outgoing is None:
             self._not_open.on_grant(receiver_id, grant, fault, self._clock())
         elif outgoing.receiver_id != receiver_id:
-            nack = self._nack(transfer_id, "wrong_receiver", "granted by another worker")
-            self._outbox.post(receiver_id, nack)
+            text = "granted by another worker"
+            self._words.refuse(receiver_id, transfer_id, "wrong_receiver", text)
         elif outgoing.grant is not None:
             if outgoing.grant != grant:
                 self._fail(outgoing, "duplicate_grant", "a second, different grant")
@@ -312,42 +311,27 @@ class TransferSender:
     def _advance(self, outgoing: Outgoing) -> None:
         """Take the endings that need no outside event: done, drained."""
         if outgoing.in_flight:
-            self._announce(outgoing)
+            self._words.announce(outgoing)
             return
         if outgoing.state is SendState.DRAINING:
             self._close(outgoing, SendTrigger.DRAINED)
         elif outgoing.done is not None and outgoing.done.finished:
             if outgoing.state in (SendState.EXPECTED, SendState.WRITING):
-                self._send_done(outgoing, outgoing.done)
+                self._words.say_done(outgoing, outgoing.done)
                 self._close(outgoing, SendTrigger.NOTHING_TO_SEND)
         elif outgoing.done is not None and outgoing.state is SendState.WRITING:
             assert outgoing.grant is not None
             if outgoing.pending:
                 return
-            if not outgoing.has_written_all(self._num_parts):
+            if not outgoing.has_written_all():
                 self._fail(outgoing, "incomplete", "fewer blocks were computed than granted")
                 self._close(outgoing, SendTrigger.DRAINED)
                 return
             if not outgoing.is_acked:
-                self._send_done(outgoing, outgoing.done)
+                self._words.say_done(outgoing, outgoing.done)
             outgoing.move(SendTrigger.ALL_WRITTEN)
         if outgoing.state is SendState.AWAIT_ACK and outgoing.is_acked:
             self._close(outgoing, SendTrigger.ACK)
-
-    def _announce(self, outgoing: Outgoing) -> None:
-        """All that is left is on its way: so that D commits when it has come, not a word later."""
-        done = outgoing.done
-        if done is None or done.finished or outgoing.is_announced or outgoing.pending:
-            return
-        if outgoing.state is SendState.WRITING and outgoing.has_written_all(self._num_parts):
-            self._send_done(outgoing, done, is_quiet=False)
-
-    def _send_done(self, outgoing: Outgoing, done: PrefillDone, *, is_quiet: bool = True) -> None:
-        outgoing.is_announced = True
-        outgoing.done = msgspec.structs.replace(
-            done, num_chunks=outgoing.next_seq, is_quiet=is_quiet
-        )
-        self._outbox.post(outgoing.receiver_id, outgoing.done)
 
     # ------------------------------------------------------------------ endings
 
@@ -379,25 +363,7 @@ class TransferSender:
     def _close(self, outgoing: Outgoing, trigger: SendTrigger) -> None:
         outgoing.move(trigger)
         del self._outgoing[outgoing.transfer_id]
-        if outgoing.failure is None:
-            assert outgoing.done is not None
-            last_word = msgspec.structs.replace(outgoing.done, is_quiet=True)
-            self._not_open.add_last_word(outgoing.transfer_id, last_word)
-            self._events.append(
-                SendDone(
-                    outgoing.transfer_id,
-                    num_bytes=outgoing.num_bytes,
-                    hidden_s=outgoing.time.hidden_s,
-                    exposed_s=outgoing.time.exposed_s,
-                )
-            )
-            return
-        code, message = outgoing.failure
-        nack = self._nack(outgoing.transfer_id, code, message)
-        self._not_open.add_last_word(outgoing.transfer_id, nack)
-        if outgoing.grant is not None and code != "peer_down":
-            self._outbox.post(outgoing.receiver_id, nack)
-        self._events.append(SendFailed(outgoing.transfer_id, code, message))
+        self._events.append(self._words.close(outgoing))
 
     # ------------------------------------------------------------------ timers
 
@@ -429,11 +395,6 @@ class TransferSender:
         part_bytes = memory.block_bytes // self._num_parts
         piece = block_id * self._num_parts + part
         return digest_pieces(memory.array, (piece,), PieceSize(part_bytes, part_bytes))[0]
-
-    def _nack(self, transfer_id: str, code: str, message: str) -> TransferNack:
-        return TransferNack(
-            transfer_id=transfer_id, code=code, message=message, sender_epoch=self.epoch
-        )
 
     def _find(self, receiver_id: str, transfer_id: str) -> Outgoing | None:
         outgoing = self._outgoing.get(transfer_id)

@@ -157,11 +157,11 @@ class Outgoing:
         end = grant.first_index + len(grant.block_ids)
         return not self.submitted or max(self.submitted)[0] < end
 
-    def has_written_all(self, num_parts: int) -> bool:
+    def has_written_all(self) -> bool:
         """Whether the write of every part of every granted block was started."""
-        return self.grant is not None and (
-            self.num_written == len(self.grant.block_ids) * num_parts
-        )
+        if self.grant is None or self.plan is None:
+            return False
+        return self.num_written == len(self.grant.block_ids) * self.plan.num_parts
 
     def take_run(self, most: int) -> list[Pending]:
         """The next pending blocks, at most ``most``: of one part, with consecutive indices."""

@@ -63,6 +63,9 @@ class TransferMachine(RuleBasedStateMachine):
         self.free = set(range(NUM_BLOCKS))
         self.held: dict[str, tuple[int, ...]] = {}
         self.grants: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.granted_epoch: dict[str, int] = {}
+        self.submitted_by: dict[tuple[int, str], list[int]] = {}
+        """What each start of P submitted to a transfer."""
         self.ended_d: dict[str, str] = {}
         self.failed_d: set[str] = set()
         self.expected: set[str] = set()
@@ -146,6 +149,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.free -= set(blocks)
         self.held[transfer_id] = blocks
         self.grants[transfer_id] = (first_index, blocks)
+        self.granted_epoch[transfer_id] = self.p_epoch
         if asked == "before" and not self.is_frozen:
             self.expect(transfer_id)
             self.submit_to(transfer_id, share, pick)
@@ -156,6 +160,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.p.expect(transfer_id, "d", 30)
         self.expected.add(transfer_id)
         self.submitted[transfer_id] = []
+        self.submitted_by[self.p_epoch, transfer_id] = self.submitted[transfer_id]
 
     def submit_to(self, transfer_id: str, count: int, pick: int) -> None:
         first_index, blocks = self.grants[transfer_id]
@@ -272,10 +277,10 @@ class TransferMachine(RuleBasedStateMachine):
         if event.done.finished:
             return
         first_index, blocks = self.grants[event.transfer_id]
-        if event.transfer_id in self.submitted:
-            local = self.submitted[event.transfer_id][first_index:]
-            got = [bytes(self.memory["d"].block(b)) for b in blocks]
-            assert got == [bytes(self.memory["p"].block(b)) for b in local]
+        granted = self.granted_epoch[event.transfer_id], event.transfer_id
+        local = self.submitted_by[granted][first_index:]
+        got = [bytes(self.memory["d"].block(b)) for b in blocks]
+        assert got == [bytes(self.memory["p"].block(b)) for b in local]
 
     # ------------------------------------------------------------------ checks
 
