@@ -240,7 +240,8 @@ def test_killed_receiver(transport_name: str) -> None:
         while sender.num_open and time.monotonic() < deadline_s:
             events.extend(sender.poll())
         assert [type(event).__name__ for event in events] == ["SendFailed"]
-        assert events[0].code in ("peer_lost", "write_aborted")  # type: ignore[attr-defined]
+        # unreachable: it was killed before the first write had come through
+        assert events[0].code in ("peer_lost", "write_aborted", "unreachable")  # type: ignore[attr-defined]
     finally:
         child.kill()
         child.wait()
