@@ -29,6 +29,10 @@ _KINDS = {
     "fp32-1p1d": ("--weights", "fp32", "--kv-memory-mib", "320"),
     "fp32-2p2d": ("--weights", "fp32", "--kv-memory-mib", "320", "--prefill", "2", "--decode", "2"),
     "int8-1p1d": ("--weights", "int8", "--kv-memory-mib", "128"),
+    "int8-drill": (
+        *("--weights", "int8", "--kv-memory-mib", "128"),
+        *("--inject-faults", "0.05", "--lease-s", "1"),
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from tests.integration.prompts import BLOCK_SIZE
 _ELEMENTS = {"fp32": "float32", "fp16": "float16"}
 
 
-def _forward(engine: Engine, ids: list[int], start: int) -> torch.Tensor:
+def forward(engine: Engine, ids: list[int], start: int) -> torch.Tensor:
     """Logits of ``ids[start:]``; the KV of what comes before is in the cache."""
     rows = np.arange(start, len(ids))
     num_blocks = -(-len(ids) // BLOCK_SIZE)
@@ -53,7 +53,7 @@ def test_perplexity_on_kv_that_was_sent_compressed(
     block_bytes = engine.kv_spec.block_bytes
     found = []
     for compressed in (False, True):
-        _forward(engine, text_ids[:half], 0)
+        forward(engine, text_ids[:half], 0)
         if compressed:
             staging = range(num_blocks, num_blocks + num_sent)
             element = _ELEMENTS[kv_dtype]
@@ -61,7 +61,7 @@ def test_perplexity_on_kv_that_was_sent_compressed(
             decode_pieces(pool, staging, block_bytes, element)
             whole = pool.reshape(-1, block_bytes)
             whole[:num_sent] = whole[list(staging)]
-        logits = _forward(engine, text_ids, half)
+        logits = forward(engine, text_ids, half)
         expected = torch.tensor(text_ids[half + 1 :])
         loss = float(torch.nn.functional.cross_entropy(logits[:-1], expected))
         found.append((math.exp(loss), torch.log_softmax(logits, 1)))
