@@ -20,7 +20,7 @@ from gateway.output_rules import OutputRules
 from gateway.request_metrics import RequestMetrics, count_failure
 from gateway.sampling import bad_word_ids, build_sampling, seed_of_sample
 from gateway.schema import ChatRequest, CompletionRequest
-from gateway.sse import DONE, Chunks, error_event
+from gateway.sse import Chunks
 from gateway.usage import usage
 from mesh.errors import InvalidRequest, PdmeshError
 
@@ -224,14 +224,12 @@ async def stream_answer(
             if response is None:
                 response = await open_stream(http_request)
             await write(http_request, response, data)
-        last = DONE
-        if options and options.include_usage:
-            last = chunks.usage(usage(answer.choices, answer.samples_per_prompt)) + DONE
+        last = chunks.end(usage(answer.choices, answer.samples_per_prompt))
     except PdmeshError as error:
         if response is None:
             raise
         count_failure(error.code)
-        last = error_event(error)
+        last = chunks.error(error)
     assert response is not None, "an answer has at least one token"
     await write(http_request, response, last)
     await finish(http_request, response)

@@ -10,7 +10,7 @@ from aiohttp import web
 from gateway.answer import Prompt
 from gateway.chat_template import MAX_RENDER_S, TemplateTimeout
 from gateway.choice import Choice, Delta
-from gateway.endpoint import Endpoint
+from gateway.choices_endpoint import ChoicesEndpoint
 from gateway.frontend import MAX_INLINE_CHARS, Frontend
 from gateway.logprobs import TokenNames, chat_logprobs
 from gateway.output_rules import callable_tools
@@ -30,24 +30,24 @@ async def chat_completions(http_request: web.Request) -> web.StreamResponse:
     return await ChatEndpoint().serve(http_request)
 
 
-class ChatEndpoint(Endpoint[ChatRequest]):
+class ChatEndpoint(ChoicesEndpoint[ChatRequest]):
     """How /v1/chat/completions differs from /v1/completions."""
 
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
-    chunks = ChatChunks
+    choice_chunks = ChatChunks
 
     def decode(self, body: bytes) -> ChatRequest:
-        """See ``Endpoint``."""
+        """See ``ChoicesEndpoint``."""
         return decode_chat_request(body)
 
     async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
-        """See ``Endpoint``."""
+        """See ``ChoicesEndpoint``."""
         ids = await chat_tokens(frontend, request)
         return [Prompt(tuple(truncated(ids, request, frontend.max_model_len)))]
 
     def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
-        """See ``Endpoint``."""
+        """See ``ChoicesEndpoint``."""
         entries = [d.logprobs for d in deltas if d.logprobs is not None]
         content = [chat_logprobs(entry, names) for entry in entries]
         return {
@@ -58,7 +58,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         }
 
     def put_prompt_ids(self, body: dict[str, Any], choices: list[Choice]) -> None:
-        """See ``Endpoint``: all choices share one prompt."""
+        """See ``ChoicesEndpoint``: all choices share one prompt."""
         body["prompt_token_ids"] = choices[0].generation.request.prompt_ids
 
 

@@ -92,6 +92,11 @@ class Choice:
                 deltas.append(self._delta(token_id, reason, entry))
         return deltas
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return None if self._matcher is None else self._matcher.found
+
     def abandoned(self) -> None:
         """The client left before the last token."""
         self._metrics.on_finished("abort")

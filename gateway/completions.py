@@ -8,8 +8,8 @@ from aiohttp import web
 
 from gateway.answer import Prompt
 from gateway.choice import Choice, Delta
+from gateway.choices_endpoint import ChoicesEndpoint
 from gateway.detokenizer import unfinished_bytes
-from gateway.endpoint import Endpoint
 from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.logprobs import CompletionLogprobs, TokenNames
 from gateway.prompt_tokens import check_token_ids, truncated
@@ -23,23 +23,23 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
     return await CompletionEndpoint().serve(http_request)
 
 
-class CompletionEndpoint(Endpoint[CompletionRequest]):
+class CompletionEndpoint(ChoicesEndpoint[CompletionRequest]):
     """How /v1/completions differs from /v1/chat/completions."""
 
     id_prefix = "cmpl-"
     object_name = "text_completion"
-    chunks = CompletionChunks
+    choice_chunks = CompletionChunks
 
     def decode(self, body: bytes) -> CompletionRequest:
-        """See ``Endpoint``."""
+        """See ``ChoicesEndpoint``."""
         return decode_completion_request(body)
 
     async def prompts(self, frontend: Frontend, request: CompletionRequest) -> list[Prompt]:
-        """See ``Endpoint``."""
+        """See ``ChoicesEndpoint``."""
         return [await _prompt(frontend, request, item) for item in _items(request)]
 
     def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
-        """See ``Endpoint``."""
+        """See ``ChoicesEndpoint``."""
         collected: CompletionLogprobs | None = None
         for delta in deltas:
             if delta.logprobs is not None:
@@ -53,7 +53,7 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         }
 
     def put_prompt_ids(self, body: dict[str, Any], choices: list[Choice]) -> None:
-        """See ``Endpoint``: each prompt has its own."""
+        """See ``ChoicesEndpoint``: each prompt has its own."""
         for shown, choice in zip(body["choices"], choices, strict=True):
             shown["prompt_token_ids"] = choice.generation.request.prompt_ids
 

@@ -1,54 +1,58 @@
-"""What the two generating endpoints do alike: from an HTTP body to the answer."""
+"""What the generating endpoints do alike: from an HTTP body to the answer."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import orjson
 from aiohttp import web
 
 from gateway.answer import Answer, Prompt, stream_answer
-from gateway.choice import Choice, Delta
+from gateway.choice import Delta
 from gateway.client_writer import send_json
 from gateway.errors import SlowReader
 from gateway.frontend import FRONTEND, Frontend
-from gateway.logprobs import TokenNames
 from gateway.output_rules import output_rules
 from gateway.request_body import read_body
 from gateway.request_metrics import count_failure
-from gateway.sampling import wants_logprobs
 from gateway.schema import ChatRequest, CompletionRequest
-from gateway.sse import Chunks, Stream
-from gateway.usage import usage
+from gateway.sse import Chunks
+from mesh.errors import InvalidRequest
 
-_Request = TypeVar("_Request", ChatRequest, CompletionRequest)
+RequestType = TypeVar("RequestType", ChatRequest, CompletionRequest)
 
 
-class Endpoint(Generic[_Request]):
-    """One generating endpoint; subclasses fill in what differs."""
+class Endpoint(Generic[RequestType]):
+    """One generating endpoint, for one HTTP request; subclasses fill in what differs.
 
-    id_prefix: str
-    object_name: str
-    chunks: Callable[[Stream], Chunks]
+    Whatever a client's body looks like, what runs is a chat or a completion request.
+    """
 
-    def decode(self, body: bytes) -> _Request:
+    def decode(self, body: bytes) -> RequestType:
         """Decode and validate the body."""
         raise NotImplementedError
 
-    async def prompts(self, frontend: Frontend, request: _Request) -> list[Prompt]:
+    async def prompts(self, frontend: Frontend, request: RequestType) -> list[Prompt]:
         """Tokenise the request's prompts."""
         raise NotImplementedError
 
-    def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
-        """One item of ``choices`` of a whole answer."""
+    def chunks(self, frontend: Frontend, request: RequestType, answer: Answer) -> Chunks:
+        """Formats the events of a streamed answer."""
         raise NotImplementedError
 
-    def put_prompt_ids(self, body: dict[str, Any], choices: list[Choice]) -> None:
-        """Add ``prompt_token_ids`` of ``choices`` where vLLM has them for this endpoint."""
+    def whole(
+        self,
+        frontend: Frontend,
+        request: RequestType,
+        answer: Answer,
+        deltas: list[list[Delta]],
+    ) -> dict[str, Any]:
+        """The body of a whole answer; ``deltas`` are all those of each choice."""
         raise NotImplementedError
+
+    def rename(self, error: InvalidRequest) -> None:
+        """Make ``error`` name the fields as this endpoint's clients know them."""
 
     async def serve(self, http_request: web.Request) -> web.StreamResponse:
         """Run the request and answer it.
@@ -61,83 +65,38 @@ class Endpoint(Generic[_Request]):
         request = self.decode(await read_body(http_request, frontend))
         frontend.check_model(request.model)
         with frontend.admitted():
-            rules = output_rules(request, frontend.model)
-            if rules.grammar:
-                await frontend.grammars.check(rules.grammar, rules.param)
-            prompts = await self.prompts(frontend, request)
-            answer = Answer(
-                frontend,
-                request,
-                prompts,
-                rules=rules,
-                arrived_s=arrived_s,
-                on_slow_reader=lambda: _break_connection(http_request),
-            )
-            with answer:
-                if request.stream:
-                    return await self._stream(http_request, frontend, request, answer)
-                body = await self._whole(frontend, request, answer)
-                return await send_json(http_request, body)
+            try:
+                return await self._run(http_request, frontend, request, arrived_s)
+            except InvalidRequest as error:
+                self.rename(error)
+                raise
 
-    async def _stream(
-        self, http_request: web.Request, frontend: Frontend, request: _Request, answer: Answer
+    async def _run(
+        self,
+        http_request: web.Request,
+        frontend: Frontend,
+        request: RequestType,
+        arrived_s: float,
     ) -> web.StreamResponse:
-        options = request.stream_options
-        chunks = self.chunks(
-            Stream(
-                answer_id=self.id_prefix + answer.id,
-                created=answer.created,
-                model=frontend.model.name,
-                with_usage=bool(options and options.include_usage),
-                with_ids=request.return_token_ids,
-                names=_names(frontend, request),
-            )
+        rules = output_rules(request, frontend.model)
+        if rules.grammar:
+            await frontend.grammars.check(rules.grammar, rules.param)
+        prompts = await self.prompts(frontend, request)
+        answer = Answer(
+            frontend,
+            request,
+            prompts,
+            rules=rules,
+            arrived_s=arrived_s,
+            on_slow_reader=lambda: _break_connection(http_request),
         )
-        return await stream_answer(http_request, answer, chunks, request)
-
-    async def _whole(self, frontend: Frontend, request: _Request, answer: Answer) -> bytes:
-        deltas = await answer.collect()
-        kept = best_choices(deltas, answer.samples_per_prompt, request.n or 1)
-        shown = [deltas[index] for index in kept]
-        if not wants_logprobs(request):
-            shown = [[delta._replace(logprobs=None) for delta in one] for one in shown]
-        names = _names(frontend, request)
-        choices = [self.choice(names, index, one) for index, one in enumerate(shown)]
-        if request.return_token_ids:
-            for choice, one in zip(choices, shown, strict=True):
-                choice["token_ids"] = [delta.token_id for delta in one]
-        body: dict[str, Any] = {
-            "id": self.id_prefix + answer.id,
-            "object": self.object_name,
-            "created": answer.created,
-            "model": frontend.model.name,
-            "choices": choices,
-            "usage": usage(answer.choices, answer.samples_per_prompt),
-        }
-        if request.return_token_ids:
-            self.put_prompt_ids(body, [answer.choices[index] for index in kept])
-        return orjson.dumps(body)
-
-
-def best_choices(deltas: list[list[Delta]], num_samples: int, num_wanted: int) -> list[int]:
-    """Indices of the answers to return: per prompt, those likeliest per token, the best first."""
-    if num_samples == num_wanted:
-        return list(range(len(deltas)))
-    kept: list[int] = []
-    for start in range(0, len(deltas), num_samples):
-        samples = range(start, start + num_samples)
-        kept += sorted(samples, key=lambda index: -_mean_logprob(deltas[index]))[:num_wanted]
-    return kept
-
-
-def _mean_logprob(deltas: list[Delta]) -> float:
-    values = [delta.logprobs.logprob for delta in deltas if delta.logprobs is not None]
-    return sum(values) / len(values) if values else -math.inf
-
-
-def _names(frontend: Frontend, request: ChatRequest | CompletionRequest) -> TokenNames:
-    as_ids = bool(request.return_tokens_as_token_ids)
-    return TokenNames(frontend.model.tokenizer, as_ids=as_ids)
+        with answer:
+            if request.stream:
+                chunks = self.chunks(frontend, request, answer)
+                return await stream_answer(http_request, answer, chunks, request)
+            deltas = await answer.collect()
+            body = self.whole(frontend, request, answer, deltas)
+            return await send_json(http_request, orjson.dumps(body))
 
 
 def _break_connection(http_request: web.Request) -> None:

@@ -17,12 +17,7 @@ from gateway.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
 from gateway.tool_calls import streamed_call
 from mesh.errors import PdmeshError
 
-DONE = b"data: [DONE]\n\n"
-
-
-def error_event(error: PdmeshError) -> bytes:
-    """What a stream ends with when its answer fails after the first byte."""
-    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+_DONE = b"data: [DONE]\n\n"
 
 
 class Chunks(Protocol):
@@ -32,8 +27,12 @@ class Chunks(Protocol):
         """The event of one token; ``usage`` so far where the client asked for it every time."""
         ...
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event with the final usage and no choice."""
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """What follows the last token; ``usage`` is that of the whole answer."""
+        ...
+
+    def error(self, error: PdmeshError) -> bytes:
+        """What a stream ends with when its answer fails after the first byte."""
         ...
 
 
@@ -68,8 +67,11 @@ class _Frame:
         # OpenAI: with include_usage every chunk has the field, null but for the last.
         self.no_usage = b',"usage":null' if stream.with_usage else b""
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return self.head + self.close(usage)
+    def end(self, usage: dict[str, Any]) -> bytes:
+        return self.head + self.close(usage) + _DONE if self.no_usage else _DONE
+
+    def error(self, error: PdmeshError) -> bytes:
+        return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
     def close(self, usage: dict[str, Any] | None, extra: bytes = b"") -> bytes:
         shown = self.no_usage if usage is None else b',"usage":' + orjson.dumps(usage)
@@ -119,9 +121,13 @@ class ChatChunks:
             text = orjson.dumps(delta.text or None) + b',"tool_calls":' + calls
         return head + text + end + self._frame.close(usage, prompt_ids)
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
+    def end(self, usage: dict[str, Any]) -> bytes:
         """See ``Chunks``."""
-        return self._frame.usage(usage)
+        return self._frame.end(usage)
+
+    def error(self, error: PdmeshError) -> bytes:
+        """See ``Chunks``."""
+        return self._frame.error(error)
 
 
 class CompletionChunks:
@@ -153,6 +159,10 @@ class CompletionChunks:
         end = _after_text(delta, logprobs, ids) + self._frame.close(usage)
         return start + orjson.dumps(delta.text) + end
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
+    def end(self, usage: dict[str, Any]) -> bytes:
         """See ``Chunks``."""
-        return self._frame.usage(usage)
+        return self._frame.end(usage)
+
+    def error(self, error: PdmeshError) -> bytes:
+        """See ``Chunks``."""
+        return self._frame.error(error)

@@ -15,7 +15,7 @@ class StopMatcher:
                                      └─────┘ held back: prefix of "\\nUser:"
     """
 
-    __slots__ = ("_held", "_include", "_stops")
+    __slots__ = ("_held", "_include", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """Watch for ``stops``.
@@ -27,6 +27,8 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self.found: str | None = None
+        """The stop string that completed."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may be shown now, and whether a stop string completed."""
@@ -36,6 +38,7 @@ class StopMatcher:
             start = buffer.find(stop)
             if start >= 0 and (best is None or (start + len(stop), start) < best):
                 best = (start + len(stop), start)
+                self.found = stop
         if best is not None:
             self._held = ""
             return buffer[: best[0] if self._include else best[1]], True
