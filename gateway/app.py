@@ -10,9 +10,17 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway import chat, completions, operations, tokenize
+from gateway import chat, completions, messages, operations, responses, tokenize
 from gateway.cluster import WorkerSource
-from gateway.errors import BodyTimeout, BrokenBody, PayloadTooLarge, error_response
+from gateway.errors import (
+    BodyTimeout,
+    BrokenBody,
+    ErrorForm,
+    PayloadTooLarge,
+    anthropic_error_body,
+    error_body,
+    error_response,
+)
 from gateway.frontend import FRONTEND, Frontend
 from gateway.request_metrics import count_failure
 from mesh.errors import InvalidRequest, PdmeshError
@@ -49,6 +57,9 @@ def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
     app.cleanup_ctx.append(_linked(view))
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
     app.router.add_post("/v1/completions", completions.completions)
+    app.router.add_post("/v1/responses", responses.responses)
+    app.router.add_post(messages.PATH, messages.messages)
+    app.router.add_post(f"{messages.PATH}/count_tokens", messages.count_tokens)
     app.router.add_post("/tokenize", tokenize.tokenize)
     app.router.add_post("/detokenize", tokenize.detokenize)
     app.router.add_get("/v1/models", operations.list_models)
@@ -86,36 +97,43 @@ async def _echo_request_id(request: web.Request, response: web.StreamResponse) -
     given = request.headers.get(_REQUEST_ID_HEADER, "")
     valid = _ACCEPTED_REQUEST_ID.fullmatch(given)
     response.headers[_REQUEST_ID_HEADER] = given if valid else uuid.uuid4().hex
+    if _is_anthropic(request):
+        response.headers["Request-Id"] = response.headers[_REQUEST_ID_HEADER]
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    return request.path == messages.PATH or request.path.startswith(messages.PATH + "/")
 
 
 @web.middleware
 async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamResponse:
+    form = anthropic_error_body if _is_anthropic(request) else error_body
     try:
         return await handler(request)
     except PdmeshError as error:
         count_failure(error.code)
-        response = error_response(error)
+        response = error_response(error, form)
         if isinstance(error, BodyTimeout | BrokenBody):
             response.force_close()  # where the next request begins is not known
         return response
     except web.HTTPRequestEntityTooLarge:
-        return error_response(PayloadTooLarge("the body is too large"))
+        return error_response(PayloadTooLarge("the body is too large"), form)
     except web.HTTPException as error:
-        return _http_error(error)
+        return _http_error(error, form)
     except ConnectionError:
         return web.Response(status=_CLIENT_GONE)
     except Exception:
         _logger.exception("request failed path=%s", request.path)
         count_failure(PdmeshError.code)
-        return error_response(PdmeshError("internal error"))
+        return error_response(PdmeshError("internal error"), form)
 
 
-def _http_error(error: web.HTTPException) -> web.Response:
-    """Routing errors of aiohttp (404, 405, a broken body) in OpenAI's form."""
+def _http_error(error: web.HTTPException, form: ErrorForm) -> web.Response:
+    """Routing errors of aiohttp (404, 405, a broken body) in the API's form."""
     wrapped = InvalidRequest(f"{error.status} {error.reason}")
     wrapped.http_status = error.status
     wrapped.code = error.reason.lower().replace(" ", "_")
-    response = error_response(wrapped)
+    response = error_response(wrapped, form)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

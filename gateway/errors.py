@@ -12,6 +12,7 @@ PdmeshError                (mesh/errors.py)
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -21,6 +22,9 @@ from mesh import errors
 from mesh.errors import InvalidRequest, Overloaded, PdmeshError
 
 _RETRY_AFTER_S = 1.0
+
+ErrorForm = Callable[[PdmeshError], dict[str, Any]]
+"""Writes the body of an error as one of the APIs has it."""
 
 
 class SlowReader(PdmeshError):
@@ -95,15 +99,35 @@ def error_body(error: PdmeshError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
 
 
-def error_response(error: PdmeshError) -> web.Response:
-    """The answer before any byte was sent."""
+_ANTHROPIC_TYPES = {
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error_body(error: PdmeshError) -> dict[str, Any]:
+    """Anthropic's error object: it has no field for the parameter, so the message names it."""
+    default = "invalid_request_error" if error.http_status < 500 else "api_error"
+    message = str(error)
+    param = error.param if isinstance(error, InvalidRequest) else None
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    kind = _ANTHROPIC_TYPES.get(error.http_status, default)
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_response(error: PdmeshError, form: ErrorForm = error_body) -> web.Response:
+    """The answer before any byte was sent; ``form`` makes its body."""
     headers = {}
     if error.http_status in (429, 503):
         delay_s = error.retry_after_s if isinstance(error, Overloaded) else _RETRY_AFTER_S
         headers["Retry-After"] = str(max(1, math.ceil(delay_s)))
     return web.Response(
         status=error.http_status,
-        body=orjson.dumps(error_body(error)),
+        body=orjson.dumps(form(error)),
         content_type="application/json",
         headers=headers,
     )

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gateway import answer_schema as answers
+from gateway import messages_answer, responses_answer
+from gateway.messages_schema import CountTokensRequest, MessagesRequest
+from gateway.responses_schema import ResponsesRequest
 from gateway.schema import ChatRequest, CompletionRequest, refused_fields
 from gateway.tokenize_schema import (
     DetokenizeAnswer,
@@ -36,21 +39,40 @@ class Operation(NamedTuple):
     answer: type | None
     """None: plain text."""
     bodies: tuple[type[msgspec.Struct], ...] = ()
-    chunk: type | None = None
-    """Event of the answer's streamed form."""
+    chunks: tuple[type, ...] = ()
+    """Events of the answer's streamed form."""
     errors: tuple[int, ...] = ()
+    error: type = answers.Error
+    ends_with: str = "[DONE]"
+    """The data of a stream's last event, where that is no JSON."""
 
 
 _BODY_ERRORS = (400, 404, 408, 413, 429, 500, 503)
 OPERATIONS = (
     Operation(
         "post", "/v1/chat/completions", "Answer the next turn of a conversation",
-        answers.ChatAnswer, (ChatRequest,), answers.ChatChunk, (*_BODY_ERRORS, 504),
+        answers.ChatAnswer, (ChatRequest,), (answers.ChatChunk, answers.Error),
+        (*_BODY_ERRORS, 504),
     ),
     Operation(
         "post", "/v1/completions", "Continue one or more prompts",
-        answers.CompletionAnswer, (CompletionRequest,), answers.CompletionChunk,
-        (*_BODY_ERRORS, 504),
+        answers.CompletionAnswer, (CompletionRequest,),
+        (answers.CompletionChunk, answers.Error), (*_BODY_ERRORS, 504),
+    ),
+    Operation(
+        "post", "/v1/responses", "Answer the next turn of a conversation that the client keeps",
+        responses_answer.Response, (ResponsesRequest,), responses_answer.EVENTS,
+        (*_BODY_ERRORS, 504), ends_with="",
+    ),
+    Operation(
+        "post", "/v1/messages", "Answer the next turn of a conversation, as Anthropic's API",
+        messages_answer.Message, (MessagesRequest,), messages_answer.EVENTS,
+        (*_BODY_ERRORS, 504), messages_answer.MessageError, "",
+    ),
+    Operation(
+        "post", "/v1/messages/count_tokens", "Count the tokens of a conversation's prompt",
+        messages_answer.TokenCount, (CountTokensRequest,), errors=_BODY_ERRORS,
+        error=messages_answer.MessageError,
     ),
     Operation("get", "/v1/models", "List the served models", answers.ModelList),
     Operation("get", "/v1/models/{id}", "Describe a model", answers.Model, errors=(404,)),
@@ -91,8 +113,8 @@ def build_document(model: str) -> dict[str, Any]:
     """
     types: list[Any] = [answers.Error]
     for operation in OPERATIONS:
-        types += [kind for kind in (operation.answer, operation.chunk) if kind is not None]
-        types += operation.bodies
+        types += [] if operation.answer is None else [operation.answer]
+        types += (*operation.chunks, *operation.bodies, operation.error)
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
     for kind in {*types, *_nested(types)}:
         if kind.__name__ in components:
@@ -108,7 +130,7 @@ def build_document(model: str) -> dict[str, Any]:
         "info": {
             "title": "pdmesh",
             "version": "1",
-            "description": f"OpenAI-compatible API, serving {model}.",
+            "description": f"OpenAI- and Anthropic-compatible API, serving {model}.",
         },
         "paths": paths,
         "components": {"schemas": components},
@@ -123,13 +145,13 @@ def _operation(operation: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if operation.answer is not None:
         content = {_JSON: {"schema": _ref(operation.answer)}}
-    if operation.chunk is not None:
-        content[_STREAM] = {"itemSchema": _event(operation.chunk)}
+    if operation.chunks:
+        content[_STREAM] = {"itemSchema": _event(operation)}
     responses = {"200": {"description": "Success.", "content": content}}
     for status in operation.errors:
         responses[str(status)] = {
             "description": _REASONS[status],
-            "content": {_JSON: {"schema": _ref(answers.Error)}},
+            "content": {_JSON: {"schema": _ref(operation.error)}},
         }
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.bodies:
@@ -143,18 +165,16 @@ def _operation(operation: Operation) -> dict[str, Any]:
     return described
 
 
-def _event(chunk: type) -> dict[str, Any]:
-    """A server-sent event: a chunk, the error that ended the stream, or the end."""
-    content = {
+def _event(operation: Operation) -> dict[str, Any]:
+    """A server-sent event: JSON, or the end."""
+    data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": _JSON,
-        "contentSchema": {"anyOf": [_ref(chunk), _ref(answers.Error)]},
+        "contentSchema": {"anyOf": [_ref(chunk) for chunk in operation.chunks]},
     }
-    return {
-        "type": "object",
-        "properties": {"data": {"anyOf": [content, {"const": "[DONE]"}]}},
-        "required": ["data"],
-    }
+    if operation.ends_with:
+        data = {"anyOf": [data, {"const": operation.ends_with}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _close(schema: dict[str, Any], body: type[msgspec.Struct], model: str) -> None:

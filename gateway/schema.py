@@ -233,7 +233,8 @@ def decode_completion_request(body: bytes) -> CompletionRequest:
 def refused_fields(kind: type) -> Mapping[str, tuple[Any, ...]]:
     """Fields of a body of this ``kind`` that are not served → the values that are let pass."""
     if not issubclass(kind, GenerationFields):
-        return {name: _REFUSED[name] for name in getattr(kind, "not_served", ())}
+        names = getattr(kind, "not_served", ())
+        return {name: _REFUSED.get(name, _NOTHING) for name in names}
     refused = _REFUSED | dict.fromkeys(_ALSO_REFUSED.get(kind, ()), _NOTHING)
     return {name: refused[name] for name in refused.keys() - set(kind.__struct_fields__)}
 

@@ -1,0 +1,94 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from gateway.answer import Answer, Prompt
+from gateway.answer_parts import AnswerParts
+from gateway.chat import chat_tokens
+from gateway.choice import Delta
+from gateway.client_writer import send_json
+from gateway.conversation import FieldNames
+from gateway.endpoint import Endpoint
+from gateway.frontend import FRONTEND, Frontend
+from gateway.message_object import MessageEvents, MessageObject
+from gateway.messages_input import messages_to_chat
+from gateway.messages_schema import (
+    MessagesRequest,
+    decode_count_tokens_request,
+    decode_messages_request,
+)
+from gateway.request_body import read_body
+from gateway.schema import ChatRequest
+from mesh.errors import InvalidRequest
+
+PATH = "/v1/messages"
+"""Also the beginning of all paths of this API."""
+
+
+async def messages(http_request: web.Request) -> web.StreamResponse:
+    """Answer the next turn of a conversation."""
+    return await MessagesEndpoint().serve(http_request)
+
+
+async def count_tokens(http_request: web.Request) -> web.StreamResponse:
+    """Number of tokens of the prompt that a conversation makes; needs no workers."""
+    frontend = http_request.app[FRONTEND]
+    with frontend.admitted(needs_workers=False):
+        request = decode_count_tokens_request(await read_body(http_request, frontend))
+        frontend.check_model(request.model)
+        chat, names = messages_to_chat(request)
+        try:
+            ids = await chat_tokens(frontend, chat)
+        except InvalidRequest as error:
+            names.rename(error)
+            raise
+        return await send_json(http_request, orjson.dumps({"input_tokens": len(ids)}))
+
+
+class MessagesEndpoint(Endpoint[ChatRequest]):
+    """A chat request in the Messages API's form."""
+
+    _request: MessagesRequest
+    _names: FieldNames
+
+    def decode(self, body: bytes) -> ChatRequest:
+        """See ``Endpoint``."""
+        self._request = decode_messages_request(body)
+        chat, self._names = messages_to_chat(self._request)
+        return chat
+
+    async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
+        """See ``Endpoint``; an output longer than the context ends where the context does."""
+        ids = await chat_tokens(frontend, request)
+        room = frontend.max_model_len - len(ids)
+        request.max_tokens = min(self._request.max_tokens, max(1, room))
+        return [Prompt(tuple(ids))]
+
+    def chunks(self, frontend: Frontend, request: ChatRequest, answer: Answer) -> MessageEvents:
+        """See ``Endpoint``."""
+        return MessageEvents(self._message(frontend, answer))
+
+    def whole(
+        self,
+        frontend: Frontend,
+        request: ChatRequest,
+        answer: Answer,
+        deltas: list[list[Delta]],
+    ) -> dict[str, Any]:
+        """See ``Endpoint``."""
+        parts = AnswerParts()
+        for delta in deltas[0]:
+            parts.add(delta)
+        return self._message(frontend, answer).whole(parts.parts)
+
+    def rename(self, error: InvalidRequest) -> None:
+        """See ``Endpoint``."""
+        self._names.rename(error)
+
+    def _message(self, frontend: Frontend, answer: Answer) -> MessageObject:
+        return MessageObject(answer, model=frontend.model.name, max_tokens=self._request.max_tokens)
