@@ -79,21 +79,22 @@ class ResponseObject:
         return self._with("failed", output=[], error={"code": _code(error), "message": message})
 
     def item(self, index: int, part: Part, status: str) -> dict[str, Any]:
-        """An item of ``output``."""
+        """An item of ``output``; one in progress is empty, whatever came with its first token."""
+        begins = status == "in_progress"
         if isinstance(part, TextPart):
             return {
                 "id": self.item_id(index, part),
                 "type": "message",
                 "role": "assistant",
                 "status": status,
-                "content": [self.content(part)] if status != "in_progress" else [],
+                "content": [] if begins else [self.content(part)],
             }
         return {
             "id": self.item_id(index, part),
             "type": "function_call",
             "call_id": part.id,
             "name": part.name,
-            "arguments": part.arguments,
+            "arguments": "" if begins else part.arguments,
             "status": status,
         }
 
