@@ -18,7 +18,9 @@ from benchmarks.load import Api, LlamaCompletion, OpenAICompletions
 from cli.child_process import ChildProcess, ChildSpec
 from mesh.errors import ConfigError, Unavailable
 
-_ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+"""This checkout."""
+
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 20.0
 _HTTP_TIMEOUT_S = 2.0
@@ -56,14 +58,13 @@ def pdmesh_cluster(log_dir: Path, flags: Sequence[str]) -> Iterator[Server]:
     Raises:
         Unavailable: it did not come up; the text holds the end of its log.
     """
-    port = _free_port()
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
+    port = free_port()
     spec = ChildSpec(
         name="pdmesh",
         argv=[sys.executable, "-P", "-m", "cli", "up", *flags, f"--port={port}"],
-        env={"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        env=root_env(),
     )
-    with _running(spec, log_dir, lambda: _answers(port, "/ready")) as child:
+    with running(spec, log_dir, lambda: _answers(port, "/ready")) as child:
         url = f"http://127.0.0.1:{port}"
         yield Server("pdmesh", url, OpenAICompletions(served_model(url)), child.pid or 0)
 
@@ -81,7 +82,7 @@ def llama_server(
     program = Path(binary).expanduser()
     if not program.is_file():
         raise ConfigError(f"--compare-llama-server: {binary} does not exist")
-    port = _free_port()
+    port = free_port()
     libraries = os.pathsep.join(
         filter(None, (str(program.resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")))
     )
@@ -93,14 +94,23 @@ def llama_server(
         ],
         env={"LD_LIBRARY_PATH": libraries},
     )  # fmt: skip
-    with _running(spec, log_dir, lambda: _answers(port, "/health")) as child:
+    with running(spec, log_dir, lambda: _answers(port, "/health")) as child:
         yield Server("llama.cpp", f"http://127.0.0.1:{port}", LlamaCompletion(), child.pid or 0)
 
 
+def root_env(root: str = str(ROOT)) -> dict[str, str]:
+    """Environment in which ``python -m`` finds the packages of the checkout ``root``."""
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    return {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
 @contextmanager
-def _running(
-    spec: ChildSpec, log_dir: Path, is_ready: Callable[[], bool]
-) -> Iterator[ChildProcess]:
+def running(spec: ChildSpec, log_dir: Path, is_ready: Callable[[], bool]) -> Iterator[ChildProcess]:
+    """A child process, from ready to stopped.
+
+    Raises:
+        Unavailable: it did not come up; the text holds the end of its log.
+    """
     child = ChildProcess(spec, log_dir)
     try:
         child.start()
@@ -139,7 +149,8 @@ def _answers(port: int, path: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of the loopback address that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
