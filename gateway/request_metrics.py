@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 
 from mesh import metrics
+from mesh.local_metrics import LocalCounter, LocalHistogram
 
 _TTFT = metrics.histogram(
     metrics.TIME_TO_FIRST_TOKEN, "Arrival to first token.", buckets=metrics.TTFT_BUCKETS_S
 )
-_ITL = metrics.histogram(
-    metrics.INTER_TOKEN_LATENCY, "Gap between output tokens.", buckets=metrics.ITL_BUCKETS_S
+_ITL = LocalHistogram(
+    metrics.INTER_TOKEN_LATENCY,
+    "Gap between output tokens.",
+    buckets=metrics.ITL_BUCKETS_S,
+    registry=metrics.REGISTRY,
 )
 _TPOT = metrics.histogram(
     metrics.TIME_PER_OUTPUT_TOKEN,
@@ -21,7 +25,9 @@ _E2E = metrics.histogram(
     metrics.E2E_LATENCY, "Arrival to last token.", buckets=metrics.LATENCY_BUCKETS_S
 )
 _PROMPT_TOKENS = metrics.counter(metrics.PROMPT_TOKENS, "Prompt tokens computed or found cached.")
-_GENERATION_TOKENS = metrics.counter(metrics.GENERATION_TOKENS, "Output tokens.")
+_GENERATION_TOKENS = LocalCounter(
+    metrics.GENERATION_TOKENS, "Output tokens.", registry=metrics.REGISTRY
+)
 _REQUEST_PROMPT_TOKENS = metrics.histogram(
     metrics.REQUEST_PROMPT_TOKENS, "Prompt tokens a request.", buckets=metrics.TOKEN_COUNT_BUCKETS
 )
