@@ -115,6 +115,9 @@ class LoadResult:
     itl_p50_ms: float
     itl_p99_ms: float
     tpot_mean_ms: float
+    ttft_mean_ms: float
+    itl_mean_ms: float
+    """Means are what a gateway's own histograms can be compared with."""
     prompt_tokens_per_s: float = field(default=float("nan"))
     """Prompt length over the median TTFT: with one client, the speed of prefill."""
 
@@ -196,6 +199,8 @@ def _summary(timings: Sequence[Timing], num_prompt: int, clients: int, wall_s: f
         itl_p50_ms=percentile(gaps, 50),
         itl_p99_ms=percentile(gaps, 99),
         tpot_mean_ms=statistics.fmean(timing.tpot_s for timing in timings) * 1000,
+        ttft_mean_ms=statistics.fmean(ttfts),
+        itl_mean_ms=statistics.fmean(gaps) if gaps else float("nan"),
     )
     if clients == 1:
         result.prompt_tokens_per_s = num_prompt / result.ttft_p50_ms * 1000

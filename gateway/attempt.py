@@ -136,7 +136,7 @@ class Attempt:
             slo_class=slo_class,
             after=after,
         )
-        legs: list[tuple[Worker, DecodeRequest | PrefillRequest]] = [(self._decode, decode)]
+        legs: list[tuple[Worker, DecodeRequest | PrefillRequest]] = []
         if self._prefill is not None:
             prefill = PrefillRequest(
                 request_id=request_id,
@@ -150,7 +150,8 @@ class Attempt:
                 cache_salt=cache_salt,
                 slo_class=slo_class,
             )
-            legs.append((self._prefill, prefill))
+            legs.append((self._prefill, prefill))  # first: the client waits for its token
+        legs.append((self._decode, decode))
         try:
             for worker, message in legs:
                 if not worker.send(message):

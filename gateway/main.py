@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import uuid
@@ -38,6 +39,8 @@ def run(config: GatewayConfig) -> None:
     """
     config.validate()
     setup_logging(config.log_level, "gateway")
+    # Every text is encoded by itself, so the library's threads would only hand it back and forth.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     model = load_served_model(
         resolve_model(config.model),
         name=config.served_model_name,
@@ -61,6 +64,9 @@ def run(config: GatewayConfig) -> None:
         runner = build_runner(build_app(frontend, view))
         await runner.setup()
         try:
+            # The vocabulary and the modules stay: looking through them would halt every stream.
+            gc.collect()
+            gc.freeze()
             await _listen(runner, config)
             await stop.wait()
         finally:

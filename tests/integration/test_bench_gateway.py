@@ -20,4 +20,4 @@ def test_the_gateways_cost_is_measured(tmp_path: Path, capfd: pytest.CaptureFixt
     assert 0 < run["ttft_added_p50_ms"] <= run["ttft_added_p99_ms"]
     assert run["to_worker_p50_ms"] > 0
     assert run["back_p50_ms"] > 0
-    assert "_deliver" in capfd.readouterr().out, "the profile shows the gateway's functions"
+    assert "tottime" in capfd.readouterr().out, "the profile is printed"
