@@ -21,7 +21,7 @@ def test_every_method_moves_every_block(tmp_path: Path, capsys: pytest.CaptureFi
     assert set(times) == {"1", "3"}
     for of_count in times.values():
         assert {method: len(seconds) for method, seconds in of_count.items()} == dict.fromkeys(
-            ("memcpy", "raw TCP", "NIXL", "ucx", "tcp"), 2
+            ("memcpy", "raw TCP", "NIXL", "shm", "ucx", "tcp"), 2
         )
         assert min(min(seconds) for seconds in of_count.values()) > 0
     assert "ucx / NIXL" in capsys.readouterr().out
