@@ -111,9 +111,15 @@ _ENGINE_FLAGS = (
 _WORKER_FLAGS = (
     _Flag("worker_id", str, "ID", "unique in the cluster (default: role, host and a random part)"),
     _Flag("host", str, "ADDRESS", "address that control, data and HTTP sockets bind"),
-    _Flag("advertise_host", str, "ADDRESS", "address the peers dial (default: --host)"),
+    _Flag(
+        "advertise_host",
+        str,
+        "ADDRESS",
+        "address the peers dial (default: --host, or the one that leads to --redis)",
+    ),
     _Flag("control_port", int, "PORT", "port of the control socket; 0 takes any free one"),
     _Flag("http_port", int, "PORT", "port of /metrics and /health; 0 takes any free one"),
+    _Flag("drain_s", float, "SECONDS", "how long running work may take to end after SIGTERM"),
     _Flag(
         "cores_file",
         str,

@@ -62,7 +62,8 @@ class LocalCluster:
         # --host is where clients come in; what the workers bind is for this machine only.
         cores_file = str(run_dir / "cores")
         local = argparse.Namespace(
-            **{**vars(options), "host": _WORKER_HOST, "cores_file": cores_file}
+            # Workers stop after the gateway, which has given running requests their time.
+            **{**vars(options), "host": _WORKER_HOST, "cores_file": cores_file, "drain_s": 0.0}
         )
         counts = {"prefill": options.prefill, "decode": options.decode}
         self.worker_configs = [

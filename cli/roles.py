@@ -8,8 +8,11 @@ import os
 import sys
 import traceback
 
+import msgspec
+
 from cli.flags import flag_error, gateway_config, worker_config
 from mesh.errors import ConfigError, PdmeshError
+from mesh.local_address import WILDCARDS, address_towards
 from mesh.messages import Role
 from mesh.parent_watch import die_with_parent
 
@@ -28,6 +31,12 @@ def run_worker(role: Role, options: argparse.Namespace) -> int:
     """Serve as a prefill or decode worker until SIGTERM or SIGINT."""
     _watch_parent()
     config = worker_config(options, role)
+    if config.host in WILDCARDS and not config.advertise_host:
+        try:
+            address = address_towards(config.redis_url)
+        except ConfigError as error:
+            raise flag_error(error) from error
+        config = msgspec.structs.replace(config, advertise_host=address)
     return _run(f"{role}_worker.main", config)
 
 

@@ -84,6 +84,8 @@ class DecodeControl:
             poll=self._poll,
             poll_fileno=self._transport.arrivals_fileno(),
             niceness=NICENESS,
+            load=self._load,
+            drain_s=config.drain_s,
         )
         engine.constrainer.on_ready = self._runtime.wake
 

@@ -83,7 +83,7 @@ class WorkerHost:
         self._http = await serve_http(
             config.host,
             config.http_port,
-            {"/metrics": self._metrics, "/health": self._health, "/ready": self._health},
+            {"/metrics": self._metrics, "/health": self._health, "/ready": self._ready},
         )
         self._info = WorkerInfo(
             worker_id=config.worker_id,
@@ -124,6 +124,11 @@ class WorkerHost:
             self._on_message(peer_id, message)
 
     async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        if self._load().draining:
+            return web.Response(status=503, text="draining\n")
         return web.Response(text="ok\n")
 
     async def _metrics(self, request: web.Request) -> web.Response:

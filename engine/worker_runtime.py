@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Generic
 
 from engine.model_thread import Command, Event, Loop, ModelThread
+from engine.worker_drain import drain
 from engine.worker_host import WorkerHost
 from mesh.errors import PdmeshError
+from mesh.messages import LoadSnapshot
 
 BUSY_POLL_S = 0.001
 """Poll interval while transfers are open: UCX makes progress only when polled."""
@@ -30,6 +32,8 @@ class WorkerRuntime(Generic[Command, Event]):
         poll: Callable[[], bool],
         poll_fileno: int | None,
         niceness: int,
+        load: Callable[[], LoadSnapshot],
+        drain_s: float,
     ) -> None:
         """Prepare; nothing runs before ``run``.
 
@@ -40,6 +44,8 @@ class WorkerRuntime(Generic[Command, Event]):
             poll: progresses the transfers; returns whether any is open.
             poll_fileno: turns readable when ``poll`` has something to do; None: by the clock alone.
             niceness: of the model thread.
+            load: the current load, with ``draining`` from here.
+            drain_s: longest that running work may take to end after ``stop``.
         """
         self._host = host
         self._poll = poll
@@ -56,35 +62,45 @@ class WorkerRuntime(Generic[Command, Event]):
         """Deliver events in the middle of a step; from the hot loop."""
         self.wake = self._thread.wake
         """Look for work again; from any thread."""
+        self._load = load
+        self._drain_s = drain_s
         self.draining = False
+        """Routers are to send nothing new."""
 
     def poll_soon(self) -> None:
         """Progress the transfers in the next turn of the event loop."""
         self._poll_now.set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop``; raises what the model thread raised."""
+        """Serve until ``stop``, then until what runs has ended; cancelled, stop at once.
+
+        Raises what the model thread raised.
+        """
         self._thread.start()
         poller = asyncio.create_task(self._poll_forever())
         if self._poll_fileno is not None:
             asyncio.get_running_loop().add_reader(self._poll_fileno, self.poll_soon)
-        stopping = asyncio.create_task(stop.wait())
+        ending = asyncio.create_task(self._drain_after(stop))
         try:
             await self._host.start()
-            await asyncio.wait(
-                (stopping, self._crashed, poller), return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((ending, self._crashed, poller), return_when=asyncio.FIRST_COMPLETED)
             for ended in (self._crashed, poller):
                 if ended.done():
                     ended.result()
         finally:
             self.draining = True
-            stopping.cancel()
+            ending.cancel()
             await self._host.close()
             await self._thread.close()
             poller.cancel()
             if self._poll_fileno is not None:
                 asyncio.get_running_loop().remove_reader(self._poll_fileno)
+
+    async def _drain_after(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self.draining = True
+        if self._drain_s > 0:
+            await drain(self._load, self._drain_s)
 
     def _deliver(self, events: list[Event]) -> None:
         self._on_events(events)

@@ -92,7 +92,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address the control socket, the data plane and the HTTP endpoint bind."""
     advertise_host: str = ""
-    """Address the peers dial; empty: ``host``. Needed where ``host`` is a wildcard."""
+    """Address the peers dial; empty: ``host``. Needed where ``host`` is a wildcard (the role
+    commands then take the address that leads to the registry)."""
     control_port: int = 0
     """TCP port of the control socket; 0 takes any free one."""
     http_port: int = 0
@@ -128,6 +129,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File through which workers on one machine share its cores; empty: with none."""
     lease_s: float = 10.0
     """Seconds P keeps blocks pinned, and D keeps a grant open, without a sign of life."""
+    drain_s: float = 10.0
+    """Seconds that running work may take to end after SIGTERM; 0: none."""
     inject_faults: float = 0.0
     """Drill: the share of KV writes and transfer messages that go wrong on purpose."""
     log_level: LogLevel = "info"
@@ -162,6 +165,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_choice("kv_wire", self.kv_wire, KV_WIRES)
         _check_range("threads", self.threads, 0, 1024)
         _check_range("lease_s", self.lease_s, 0.1, 3600)
+        _check_range("drain_s", self.drain_s, 0, 86_400)
         _check_range("inject_faults", self.inject_faults, 0, 0.5)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
 

@@ -79,6 +79,8 @@ class PrefillControl:
             poll=self._poll,
             poll_fileno=self._transport.connections_fileno(),
             niceness=NICENESS,
+            load=self._load,
+            drain_s=config.drain_s,
         )
         if config.kv_layer_groups > 1:
             self._loop.emit = self._runtime.emit

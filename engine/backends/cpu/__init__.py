@@ -2,7 +2,8 @@
 
 numba's cache of compiled kernels watches only the file that a kernel stands in, but kernels here
 are inlined into each other: the cache's folder is named after all sources, so an upgrade starts
-anew.
+anew. PDMESH_KERNEL_CACHE names a folder for these folders, where the source's is not writable.
+Whoever can write there decides what machine code the workers run.
 """
 
 import hashlib
@@ -16,9 +17,11 @@ os.environ.setdefault("NUMBA_THREADING_LAYER", "omp")
 from numba.core import config
 
 _FOLDER = Path(__file__).parent
-if not config.CACHE_DIR and os.access(_FOLDER, os.W_OK):  # type: ignore[attr-defined]
+_CACHES = Path(os.environ.get("PDMESH_KERNEL_CACHE") or _FOLDER / "__pycache__")
+_existing = _CACHES if _CACHES.exists() else _CACHES.parent
+if not config.CACHE_DIR and os.access(_existing, os.W_OK):  # type: ignore[attr-defined]
     _sources = b"".join(path.read_bytes() for path in sorted(_FOLDER.glob("*.py")))
     _name = f"kernels-{hashlib.sha256(_sources).hexdigest()[:16]}"
-    config.CACHE_DIR = str(_FOLDER / "__pycache__" / _name)  # type: ignore[attr-defined]
+    config.CACHE_DIR = str(_CACHES / _name)  # type: ignore[attr-defined]
 
 __all__ = ["torch"]
