@@ -22,6 +22,7 @@ from engine.sampler import SampledToken, sample
 from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Sequence
 from engine.weights import open_model
+from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError, GrammarFailed
 from mesh.messages import PROTOCOL_VERSION
@@ -30,6 +31,9 @@ from mesh.model_files import resolve_model
 KV_LAYOUT = "block-layer-kv-head/2"
 _MIB = 1 << 20
 _EWMA_WEIGHT = 0.2
+_STEP_TOKENS = metrics.histogram(
+    metrics.ITERATION_TOKENS, "Tokens computed in a step.", buckets=metrics.TOKEN_COUNT_BUCKETS
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -111,6 +115,9 @@ class Engine:
         failed: list[tuple[Sequence, GrammarFailed]] = []
         if plan.chunks:
             start_s = time.monotonic()
+            for chunk in plan.chunks:
+                if not chunk.sequence.first_step_s:
+                    chunk.sequence.first_step_s = start_s
             batch = build_batch(plan.chunks, self.scheduler.block_size)
             sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
             on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
@@ -154,6 +161,7 @@ class Engine:
         self._backend.rest()
 
     def _observe(self, seconds: float, num_tokens: int) -> None:
+        _STEP_TOKENS.observe(num_tokens)
         if self.step_time_s == 0.0:
             self.step_time_s, self.tokens_per_s = seconds, num_tokens / seconds
             return

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
@@ -14,8 +12,10 @@ from gateway import chat, completions, operations, tokenize
 from gateway.cluster import WorkerSource
 from gateway.errors import BodyTimeout, BrokenBody, PayloadTooLarge, error_response
 from gateway.frontend import FRONTEND, Frontend
+from gateway.request_ids import ANSWER_ID, client_request_id, echo_request_id
 from gateway.request_metrics import count_failure
 from mesh.errors import InvalidRequest, PdmeshError
+from mesh.log_format import about
 
 _logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
@@ -23,9 +23,6 @@ _CLIENT_GONE = 499
 
 _DRAIN_S = 5.0
 """How long running requests may finish after SIGTERM."""
-
-_REQUEST_ID_HEADER = "X-Request-Id"
-_ACCEPTED_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -44,7 +41,7 @@ def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
     """Wire the application; starting it follows ``view`` and links to its workers."""
     app = web.Application(client_max_size=frontend.max_body_bytes, middlewares=[_errors_to_http])
     app[FRONTEND] = frontend
-    app.on_response_prepare.append(_echo_request_id)
+    app.on_response_prepare.append(echo_request_id)
     app.on_shutdown.append(_drain)
     app.cleanup_ctx.append(_linked(view))
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
@@ -82,12 +79,6 @@ async def _drain(app: web.Application) -> None:
     await app[FRONTEND].drain(_DRAIN_S)
 
 
-async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    given = request.headers.get(_REQUEST_ID_HEADER, "")
-    valid = _ACCEPTED_REQUEST_ID.fullmatch(given)
-    response.headers[_REQUEST_ID_HEADER] = given if valid else uuid.uuid4().hex
-
-
 @web.middleware
 async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -105,7 +96,8 @@ async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamR
     except ConnectionError:
         return web.Response(status=_CLIENT_GONE)
     except Exception:
-        _logger.exception("request failed path=%s", request.path)
+        ids = about(request.get(ANSWER_ID) or "", client_request_id=client_request_id(request))
+        _logger.exception("request failed path=%s", request.path, extra=ids)
         count_failure(PdmeshError.code)
         return error_response(PdmeshError("internal error"))
 

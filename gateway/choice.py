@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gateway.detokenizer import Detokenizer
 from gateway.generation import Generation
@@ -91,6 +91,10 @@ class Choice:
                 entry = logprobs[position] if position < len(logprobs) else None
                 deltas.append(self._delta(token_id, reason, entry))
         return deltas
+
+    def timing(self) -> dict[str, Any]:
+        """Where its time went; call once it has finished."""
+        return self._metrics.timing()
 
     def abandoned(self) -> None:
         """The client left before the last token."""

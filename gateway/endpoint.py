@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -18,12 +19,20 @@ from gateway.frontend import FRONTEND, Frontend
 from gateway.logprobs import TokenNames
 from gateway.output_rules import output_rules
 from gateway.request_body import read_body
+from gateway.request_ids import ANSWER_ID, client_request_id
 from gateway.request_metrics import count_failure
+from gateway.request_trace import RequestTrace
 from gateway.sampling import wants_logprobs
 from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks, Stream
+from gateway.timeline import Arrival
 from gateway.usage import usage
+from mesh.log_format import about
 
+TIMING_HEADER = "X-Pdmesh-Timing"
+"""``1`` asks for ``pdmesh_timing`` in the answer."""
+
+_logger = logging.getLogger(__name__)
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
 
 
@@ -58,13 +67,29 @@ class Endpoint(Generic[_Request]):
         """
         arrived_s = time.monotonic()
         frontend = http_request.app[FRONTEND]
+        if frontend.tracing is None:
+            return await self._serve(http_request, frontend, arrived_s, None)
+        parent = http_request.headers.get("traceparent", "")
+        with RequestTrace(frontend.tracing, http_request.path, parent, arrived_s) as trace:
+            return await self._serve(http_request, frontend, arrived_s, trace)
+
+    async def _serve(
+        self,
+        http_request: web.Request,
+        frontend: Frontend,
+        arrived_s: float,
+        trace: RequestTrace | None,
+    ) -> web.StreamResponse:
         request = self.decode(await read_body(http_request, frontend))
+        shows_timing = http_request.headers.get(TIMING_HEADER) == "1"
         frontend.check_model(request.model)
         with frontend.admitted():
             rules = output_rules(request, frontend.model)
             if rules.grammar:
                 await frontend.grammars.check(rules.grammar, rules.param)
+            decoded_s = time.monotonic()
             prompts = await self.prompts(frontend, request)
+            arrival = Arrival(arrived_s, decoded_s, time.monotonic())
             answer = Answer(
                 frontend,
                 request,
@@ -72,7 +97,12 @@ class Endpoint(Generic[_Request]):
                 rules=rules,
                 arrived_s=arrived_s,
                 on_slow_reader=lambda: _break_connection(http_request),
+                arrival=arrival,
+                shows_timing=shows_timing,
+                trace=trace,
             )
+            http_request[ANSWER_ID] = answer.id
+            _note(http_request, answer, arrival, trace)
             with answer:
                 if request.stream:
                     return await self._stream(http_request, frontend, request, answer)
@@ -114,6 +144,9 @@ class Endpoint(Generic[_Request]):
             "choices": choices,
             "usage": usage(answer.choices, answer.samples_per_prompt),
         }
+        if answer.shows_timing:
+            timing = answer.timing()
+            body["pdmesh_timing"] = [timing[index] for index in kept]
         if request.return_token_ids:
             self.put_prompt_ids(body, [answer.choices[index] for index in kept])
         return orjson.dumps(body)
@@ -138,6 +171,20 @@ def _mean_logprob(deltas: list[Delta]) -> float:
 def _names(frontend: Frontend, request: ChatRequest | CompletionRequest) -> TokenNames:
     as_ids = bool(request.return_tokens_as_token_ids)
     return TokenNames(frontend.model.tokenizer, as_ids=as_ids)
+
+
+def _note(
+    http_request: web.Request, answer: Answer, arrival: Arrival, trace: RequestTrace | None
+) -> None:
+    """Have the request found by its ids in log and trace."""
+    client_id = client_request_id(http_request)
+    num_tokens = sum(len(choice.generation.request.prompt_ids) for choice in answer.choices)
+    if _logger.isEnabledFor(logging.DEBUG):
+        ids = about(answer.id, client_request_id=client_id)
+        _logger.debug("request path=%s prompt_tokens=%d", http_request.path, num_tokens, extra=ids)
+    if trace is not None:
+        trace.tokenised(arrival, num_tokens)
+        trace.describe({"pdmesh.request_id": answer.id, "pdmesh.client_request_id": client_id})
 
 
 def _break_connection(http_request: web.Request) -> None:

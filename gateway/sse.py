@@ -36,6 +36,10 @@ class Chunks(Protocol):
         """The event with the final usage and no choice."""
         ...
 
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        """An event without choice that says where the time went."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
@@ -70,6 +74,9 @@ class _Frame:
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         return self.head + self.close(usage)
+
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        return self.head + self.close(None, b',"pdmesh_timing":' + orjson.dumps(timing))
 
     def close(self, usage: dict[str, Any] | None, extra: bytes = b"") -> bytes:
         shown = self.no_usage if usage is None else b',"usage":' + orjson.dumps(usage)
@@ -123,6 +130,10 @@ class ChatChunks:
         """See ``Chunks``."""
         return self._frame.usage(usage)
 
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        """See ``Chunks``."""
+        return self._frame.timing(timing)
+
 
 class CompletionChunks:
     """Events of /v1/completions."""
@@ -156,3 +167,7 @@ class CompletionChunks:
     def usage(self, usage: dict[str, Any]) -> bytes:
         """See ``Chunks``."""
         return self._frame.usage(usage)
+
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        """See ``Chunks``."""
+        return self._frame.timing(timing)

@@ -343,6 +343,12 @@ class TransferSender:
             self._send_done(outgoing, done, is_quiet=False)
 
     def _send_done(self, outgoing: Outgoing, done: PrefillDone, *, is_quiet: bool = True) -> None:
+        if not outgoing.is_announced:  # from here on D counts
+            now_s = self._clock()
+            done = msgspec.structs.replace(
+                done, wait_s=outgoing.time.waited_until(now_s), hidden_s=outgoing.time.hidden_s,
+                exposed_s=outgoing.time.exposed_until(now_s),
+            )  # fmt: skip
         outgoing.is_announced = True
         outgoing.done = msgspec.structs.replace(
             done, num_chunks=outgoing.next_seq, is_quiet=is_quiet

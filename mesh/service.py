@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from mesh import metrics
+from mesh.config import LogFormat
 from mesh.errors import ConfigError
+from mesh.log_format import JsonFormatter, TextFormatter
 from mesh.parent_watch import die_with_parent
 
 __all__ = [
@@ -68,26 +70,10 @@ async def _run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
             loop.remove_signal_handler(number)
 
 
-class _LineFormatter(logging.Formatter):
-    """``time level process logger message`` as key=value, one line whatever the message holds."""
-
-    converter = staticmethod(time.gmtime)
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"time=%(asctime)s.%(msecs)03dZ level=%(levelname)s proc={name} pid=%(process)d "
-            "logger=%(name)s msg=%(message)s",
-            datefmt="%Y-%m-%dT%H:%M:%S",
-        )
-
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
-
-
-def setup_logging(level: str, name: str) -> None:
+def setup_logging(level: str, name: str, log_format: LogFormat = "text") -> None:
     """Send all records at or above ``level`` to stderr, one line each, marked with ``name``."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LineFormatter(name))
+    handler.setFormatter(JsonFormatter(name) if log_format == "json" else TextFormatter(name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
