@@ -11,6 +11,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from engine.engine import Engine
+from engine.profiling.endpoint import ProfileEndpoint
 from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.links import WorkerServer
@@ -84,6 +85,7 @@ class WorkerHost:
             config.host,
             config.http_port,
             {"/metrics": self._metrics, "/health": self._health, "/ready": self._health},
+            {"/debug/profile": ProfileEndpoint(config, engine).handle},
         )
         self._info = WorkerInfo(
             worker_id=config.worker_id,

@@ -93,8 +93,10 @@ class HttpServer:
         await self._runner.cleanup()
 
 
-async def serve_http(host: str, port: int, routes: Mapping[str, Handler]) -> HttpServer:
-    """Serve GET ``routes`` (path → handler); port 0 takes any free one.
+async def serve_http(
+    host: str, port: int, routes: Mapping[str, Handler], posts: Mapping[str, Handler] | None = None
+) -> HttpServer:
+    """Serve GET ``routes`` and POST ``posts`` (path → handler); port 0 takes any free one.
 
     Raises:
         ConfigError: the port cannot be bound.
@@ -102,6 +104,8 @@ async def serve_http(host: str, port: int, routes: Mapping[str, Handler]) -> Htt
     app = web.Application(client_max_size=0)
     for path, handler in routes.items():
         app.router.add_get(path, handler)
+    for path, handler in (posts or {}).items():
+        app.router.add_post(path, handler)
     # A scrape that hangs must not hold a worker's shutdown up.
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
