@@ -58,6 +58,13 @@ REQUEST_DECODE_TIME = "vllm:request_decode_time_seconds"
 REQUEST_INFERENCE_TIME = "vllm:request_inference_time_seconds"
 ITERATION_TOKENS = "vllm:iteration_tokens_total"
 
+_ALIASES = {
+    INTER_TOKEN_LATENCY: "vllm:time_per_output_token_seconds",
+    KV_CACHE_USAGE: "vllm:gpu_cache_usage_perc",
+    REQUEST_GENERATION_TOKENS: "vllm:request_max_num_generation_tokens",
+}
+"""Rendered a second time under the names that older boards of vLLM ask for."""
+
 # fmt: off
 TTFT_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -139,6 +146,17 @@ class _Identified(Collector):
                     for sample in metric.samples
                 ]
             yield metric
+            if metric.name in _ALIASES:
+                yield _renamed(metric, _ALIASES[metric.name])
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    copy = Metric(name, metric.documentation, metric.type)
+    copy.samples = [
+        sample._replace(name=name + sample.name.removeprefix(metric.name))
+        for sample in metric.samples
+    ]
+    return copy
 
 
 def _find(name: str, kind: type[_Metric]) -> _Metric | None:

@@ -1,7 +1,7 @@
 """Spans for an OpenTelemetry collector (OTLP over HTTP).
 
-Without an endpoint ``open_tracing`` returns None: OpenTelemetry is not imported, and callers that
-hold None do nothing. Times are ``time.monotonic()`` of this process, as everywhere; they become
+Without an endpoint ``open_tracing`` returns None: nothing is imported here, and callers that hold
+None do nothing. Times are ``time.monotonic()`` of this process, as everywhere; they become
 wall clock where a span is made. Context travels as W3C ``traceparent`` text.
 """
 
@@ -24,7 +24,7 @@ _EXPORT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 2.0
 
 Attributes = Mapping[str, str | int | float | bool]
-SpanKind = Literal["server", "internal"]
+Kind = Literal["server", "internal"]
 
 
 class OpenSpan:
@@ -81,7 +81,7 @@ class Tracing:
         self._provider: _Provider = provider
         self._tracer = provider.get_tracer("pdmesh")
         self._propagator = TraceContextTextMapPropagator()
-        self._kinds: dict[SpanKind | str, Any] = {
+        self._kinds: dict[Kind, Any] = {
             "server": SpanKind.SERVER,
             "internal": SpanKind.INTERNAL,
         }
@@ -93,7 +93,7 @@ class Tracing:
         parent: str,
         start_s: float,
         attributes: Attributes | None = None,
-        kind: str = "internal",
+        kind: Kind = "internal",
     ) -> OpenSpan:
         """Begin a span.
 

@@ -84,6 +84,11 @@ class Decoder:
         """What runs its ops."""
         return self._backend
 
+    @property
+    def a_product(self) -> Linear:
+        """A large weight matrix that reads the hidden state."""
+        return self._layers[0].mlp.linears()[0]
+
     def instrumented(
         self, backend: Backend, wrap: WrapLinear, wrap_embedding: Callable[[Embedding], Embedding]
     ) -> Decoder:

@@ -79,7 +79,8 @@ def ranged(function: Callable[..., Any], op: str, log: OpLog) -> Callable[..., A
     """``function`` in a range of its own."""
 
     def call(*arguments: Any) -> Any:
-        with log.range(op, in_layer=False):
+        with log.range(op, in_layer=False) as work:
+            work.num_bytes += sum(a.nbytes for a in arguments if isinstance(a, torch.Tensor))
             return function(*arguments)
 
     return call

@@ -44,7 +44,7 @@ def build_report(data: ProfileData) -> dict[str, Any]:
     report["ops"] = rows
     report["torch_ops"] = _torch_ops(data.profiler)
     report["shares"] = shares(rows, times)
-    report["bound"] = verdict(report["shares"])
+    report["bound"] = verdict(report["shares"], rows)
     return report
 
 
@@ -63,11 +63,17 @@ def shares(rows: list[dict[str, Any]], times: StepTimes) -> dict[str, float]:
     return {name: part / total_s for name, part in parts.items()}
 
 
-def verdict(parts: dict[str, float]) -> str:
-    """One line that says what bounds the step."""
+def verdict(parts: dict[str, float], rows: list[dict[str, Any]]) -> str:
+    """One line that says what bounds the step, and how near to its limit that runs."""
     first, *others = sorted(parts, key=lambda name: -parts[name])
     rest = ", ".join(f"{name} {parts[name]:.0%}" for name in others)
-    return f"bound by {first}: {parts[first]:.0%} of the time ({rest})"
+    bound = [row for row in rows if row["bound"] == first]
+    time_s = sum(row["time_s"] for row in bound)
+    near = ""
+    if time_s:
+        reached = sum(row["time_s"] * row["of_limit"] for row in bound) / time_s
+        near = f", at {reached:.0%} of that limit"
+    return f"bound by {first}: {parts[first]:.0%} of the time{near} ({rest})"
 
 
 def _row(

@@ -151,6 +151,9 @@ class ProfileSession:
             self.data.profiler.stop()
         if self.data.times.num_steps and not self._is_cancelled:
             if self.engine.limits is None:
-                self.engine.limits = measure_limits(self.engine.device)
+                model = self.engine.model
+                self.engine.limits = measure_limits(
+                    self.engine.device, model.a_product, model.config.hidden_size
+                )
             self.data.limits = self.engine.limits
         self.on_done(self.data)

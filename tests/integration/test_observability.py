@@ -145,6 +145,54 @@ def workers(cluster: RunningCluster) -> dict[str, dict[str, Any]]:
     return {worker["role"]: worker for worker in cluster.get("/debug/census")["workers"]}
 
 
+BOARD = {
+    "gateway": (
+        "e2e_request_latency_seconds_bucket", "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket", "time_per_output_token_seconds_bucket",
+        "prompt_tokens_total", "generation_tokens_total", "request_success_total",
+        "request_prompt_tokens_bucket", "request_generation_tokens_bucket",
+        "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum",
+        "request_decode_time_seconds_sum", "request_max_num_generation_tokens_sum",
+    ),
+    "worker": (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+        "gpu_cache_usage_perc", "iteration_tokens_total_bucket", "prefix_cache_hits_total",
+    ),
+}  # fmt: skip
+"""What the boards that vLLM ships ask for, each by ``model_name``."""
+
+
+def samples(endpoint: str) -> list[str]:
+    text = urllib.request.urlopen(f"{endpoint}/metrics", timeout=10).read().decode()
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+async def test_boards_of_vllm_find_their_metrics(
+    observed: RunningCluster, session: aiohttp.ClientSession
+) -> None:
+    await ask(observed, session, prompt(), max_tokens=3, ignore_eos=True)
+    await ask(observed, session, prompt(), max_tokens=3, ignore_eos=True, service_tier="batch")
+    workers_by_role = workers(observed)
+    gateway = await asyncio.to_thread(samples, observed.url)
+    prefill = await asyncio.to_thread(samples, workers_by_role["prefill"]["http_endpoint"])
+    decode = await asyncio.to_thread(samples, workers_by_role["decode"]["http_endpoint"])
+    shown = [(gateway, "gateway"), (prefill, "worker"), (decode, "worker")]
+    for lines, kind in shown:
+        for name in BOARD[kind]:
+            found = [line for line in lines if line.startswith(f"vllm:{name}{{")]
+            assert found, name
+            assert all(f'model_name="{observed.model}"' in line for line in found)
+    for name in ("request_ttft", "request_tpot"):
+        for slo_class in ("interactive", "batch"):
+            (count,) = [
+                line for line in gateway
+                if line.startswith(f"pdmesh:{name}_seconds_count{{") and slo_class in line
+            ]  # fmt: skip
+            assert float(count.split()[-1]) >= 1
+    (sent,) = [line for line in prefill if line.startswith("pdmesh:kv_transfer_bytes_total ")]
+    assert float(sent.split()[-1]) > 0
+
+
 async def test_profiles_of_both_roles(
     observed: RunningCluster, session: aiohttp.ClientSession, folder: Path
 ) -> None:
