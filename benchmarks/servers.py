@@ -40,11 +40,13 @@ class Server:
         time.sleep(seconds)
         return (self.cpu_s() - before_s) / seconds
 
-    def cpu_s(self) -> float:
-        """CPU seconds of the process and its children so far."""
+    def cpu_s(self, word: str = "") -> float:
+        """CPU seconds so far of the process and its children, or of those with this argument."""
         root = psutil.Process(self.pid)
         total_s = 0.0
         for process in (root, *root.children(recursive=True)):
+            if word and word not in process.cmdline():
+                continue
             times = process.cpu_times()
             total_s += times.user + times.system
         return total_s

@@ -85,6 +85,7 @@ async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except PdmeshError as error:
         count_failure(error.code)
+        _logger.debug("refused path=%s", request.path, extra=_ids(request) | {"code": error.code})
         response = error_response(error)
         if isinstance(error, BodyTimeout | BrokenBody):
             response.force_close()  # where the next request begins is not known
@@ -96,10 +97,13 @@ async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamR
     except ConnectionError:
         return web.Response(status=_CLIENT_GONE)
     except Exception:
-        ids = about(request.get(ANSWER_ID) or "", client_request_id=client_request_id(request))
-        _logger.exception("request failed path=%s", request.path, extra=ids)
+        _logger.exception("request failed path=%s", request.path, extra=_ids(request))
         count_failure(PdmeshError.code)
         return error_response(PdmeshError("internal error"))
+
+
+def _ids(request: web.Request) -> dict[str, str]:
+    return about(request.get(ANSWER_ID) or "", client_request_id=client_request_id(request))
 
 
 def _http_error(error: web.HTTPException) -> web.Response:

@@ -178,7 +178,8 @@ def _note(
 ) -> None:
     """Have the request found by its ids in log and trace."""
     client_id = client_request_id(http_request)
-    num_tokens = sum(len(choice.generation.request.prompt_ids) for choice in answer.choices)
+    prompts = answer.choices[:: answer.samples_per_prompt]
+    num_tokens = sum(len(choice.generation.request.prompt_ids) for choice in prompts)
     if _logger.isEnabledFor(logging.DEBUG):
         ids = about(answer.id, client_request_id=client_id)
         _logger.debug("request path=%s prompt_tokens=%d", http_request.path, num_tokens, extra=ids)

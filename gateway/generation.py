@@ -242,5 +242,7 @@ class Generation:
 
     def _end(self, error: PdmeshError) -> None:
         self.error = error
+        ids = about(self.request.request_id, code=error.code)
+        _logger.info("failed after tokens=%d", len(self._output_ids), extra=ids)
         self.close()
         self._on_ready()
