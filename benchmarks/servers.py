@@ -38,14 +38,17 @@ class Server:
 
     def cpu_share(self, seconds: float) -> float:
         """Cores that the process and its children use over the next ``seconds``."""
-        before_s = self._cpu_s()
+        before_s = self.cpu_s()
         time.sleep(seconds)
-        return (self._cpu_s() - before_s) / seconds
+        return (self.cpu_s() - before_s) / seconds
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self, word: str = "") -> float:
+        """CPU seconds so far of the process and its children, or of those with this argument."""
         root = psutil.Process(self.pid)
         total_s = 0.0
         for process in (root, *root.children(recursive=True)):
+            if word and word not in process.cmdline():
+                continue
             times = process.cpu_times()
             total_s += times.user + times.system
         return total_s

@@ -19,6 +19,7 @@ import msgspec
 from mesh.config import (
     KV_DTYPES,
     KV_WIRES,
+    LOG_FORMATS,
     LOG_LEVELS,
     TOOL_CALL_PARSERS,
     TRANSPORTS,
@@ -51,7 +52,11 @@ _MODEL_FLAGS = (
     _Flag("model", str, "PATH", "GGUF file or Hugging Face folder (default: the packaged model)"),
     _Flag("served_model_name", str, "NAME", "name clients use (default: the model's own)"),
 )
-_LOG_FLAGS = (_Flag("log_level", str, "LEVEL", "least severe log records written", LOG_LEVELS),)
+_LOG_FLAGS = (
+    _Flag("log_level", str, "LEVEL", "least severe log records written", LOG_LEVELS),
+    _Flag("log_format", str, "FORMAT", "form of log records, one a line", LOG_FORMATS),
+    _Flag("otlp_endpoint", str, "URL", "OpenTelemetry collector, http://host:port; empty: none"),
+)
 _GATEWAY_FLAGS = (
     _Flag("host", str, "ADDRESS", "address the HTTP API binds"),
     _Flag("port", int, "PORT", "port of the HTTP API; 0 takes any free one"),
@@ -104,6 +109,7 @@ _ENGINE_FLAGS = (
     ),
     _Flag("threads", int, "THREADS", "compute threads of one worker; 0: all cores, shared"),
     _Flag("lease_s", float, "SECONDS", "how long a transfer lives without a sign of life"),
+    _Flag("profile_dir", str, "FOLDER", "where /debug/profile leaves traces (default: nowhere)"),
     _Flag(
         "inject_faults", float, "SHARE", "drill: this share of KV transfer steps fails on purpose"
     ),

@@ -11,7 +11,7 @@ MAX_LOG_BYTES = 64 << 20
 
 _MAX_READ_BYTES = 256 << 10
 _MAX_LINES_PER_POLL = 20
-_MARKS = ("level=ERROR", "level=CRITICAL")
+_MARKS = ("level=ERROR", "level=CRITICAL", '"level": "ERROR"', '"level": "CRITICAL"')
 
 
 class LogEcho:

@@ -79,6 +79,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--once", action="store_true", help="print one table and end")
 
+    profile = _add(commands, "profile", "show what the steps of a cluster's workers are bound by")
+    profile.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the gateway (default: http://127.0.0.1:8000)",
+    )
+    profile.add_argument("--worker", default="", metavar="ID", help="only this one (default: all)")
+    profile.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="steps of each worker (default: 20)"
+    )
+    profile.add_argument(
+        "--timeout-s",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="end with fewer steps after this long (default: 10)",
+    )
+
     _add(commands, "check", "check formatting, lint, types and layers of the source")
     # Only listed here: main() hands their arguments on unparsed.
     _add(commands, "test", "run the test suite; the arguments are pytest's")
@@ -116,6 +135,15 @@ def _dispatch(options: argparse.Namespace) -> int:
             from cli.top import run_top
 
             return run_top(options.url, once=options.once)
+        case "profile":
+            from cli.profile import run_profile
+
+            return run_profile(
+                options.url,
+                worker=options.worker,
+                steps=options.steps,
+                timeout_s=options.timeout_s,
+            )
         case _:
             return run_checks()
 

@@ -21,17 +21,21 @@ from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tok
 from engine.worker_host import WorkerHost
 from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
+from engine.worker_spans import log_failure, log_leg, open_spans
 from kvtransfer.data_plane import open_data_plane
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
 from kvtransfer.receiver import TransferReceiver
+from kvtransfer.transfer_metrics import ReceiveMetrics
 from mesh.config import WorkerConfig
 from mesh.errors import IncompatiblePeer, PdmeshError, TransferFailed
+from mesh.log_format import about
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
     DataPlaneOffer,
     DecodeRequest,
     LoadSnapshot,
+    RequestFailed,
     StepOutput,
     TransferMessage,
 )
@@ -88,6 +92,8 @@ class DecodeControl:
             drain_s=config.drain_s,
         )
         engine.constrainer.on_ready = self._runtime.wake
+        self._metrics = ReceiveMetrics()
+        self._spans = open_spans(config)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``; raises what the model thread raised."""
@@ -96,12 +102,19 @@ class DecodeControl:
         finally:
             await self._links.close()
             self._transport.close()
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.close)
 
     def _on_message(self, peer_id: str, message: AnyMessage) -> None:
         if isinstance(message, DecodeRequest):
             self._runtime.post(Submit(message, peer_id))
+            if self._spans is not None:
+                self._spans.on_request(message)
+            log_leg(_logger, message)
         elif isinstance(message, AbortRequest):
             self._runtime.post(Abort(message.transfer_id))
+            if self._spans is not None:
+                self._spans.forget(message.transfer_id)
         else:
             _logger.warning("unexpected message peer=%s type=%s", peer_id, type(message).__name__)
 
@@ -129,7 +142,11 @@ class DecodeControl:
             match event:
                 case Tokens():
                     self._host.server.send(event.gateway_id, StepOutput(outputs=event.outputs))
+                    if self._spans is not None:
+                        self._spans.on_outputs(event.outputs, is_prefill=False)
                 case OpenTransfer():
+                    if self._spans is not None:
+                        self._spans.on_transfer_begun(event.transfer_id)
                     self._links.ensure(event.prefill)
                     self._receiver.open(
                         event.transfer_id, event.prefill, event.block_ids, event.first_index
@@ -138,17 +155,34 @@ class DecodeControl:
                     self._receiver.cancel(event.transfer_id)
                 case Failed():
                     self._host.server.send(event.gateway_id, event.message)
+                    self._on_failed(event.message)
 
     def _poll(self) -> bool:
         for event in self._receiver.poll():
             match event:
                 case Committed():
-                    self._runtime.post(KVCommitted(event.done))
+                    self._runtime.post(KVCommitted(event.done, event.late_s))
+                    self._on_committed(event)
                 case ReceiveFailed():
+                    self._metrics.observe_failure(event.code)
+                    ids = about(transfer_id=event.transfer_id, code=event.code)
+                    _logger.info("kv transfer failed %s", event.message, extra=ids)
                     self._runtime.post(KVFailed(event.transfer_id, _error(event)))
                 case BlocksReleased():
                     self._runtime.post(BlocksFreed(event.transfer_id))
         return self._receiver.num_open > 0
+
+    def _on_committed(self, event: Committed) -> None:
+        self._metrics.observe(event)
+        if self._spans is not None:
+            self._spans.on_transfer_done("kv receive", event.transfer_id, {})
+            if event.done.finished:
+                self._spans.forget(event.transfer_id)
+
+    def _on_failed(self, message: RequestFailed) -> None:
+        log_failure(_logger, message)
+        if self._spans is not None:
+            self._spans.on_failed(message.transfer_id, message.code)
 
     def _load(self) -> LoadSnapshot:
         return with_transfers(self._loop.snapshot, self._receiver.num_open, self._runtime.draining)

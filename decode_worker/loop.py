@@ -14,8 +14,9 @@ an abort, it means that nobody can write into them any more.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
 from engine.job import Job, check_fits, failure, make_sequence, token_output
@@ -38,6 +39,7 @@ class Submit:
 
     request: DecodeRequest
     gateway_id: str
+    received_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,6 +47,9 @@ class KVCommitted:
     """Command: all granted blocks are in place and nobody writes to them any more."""
 
     done: PrefillDone
+    late_s: float = 0.0
+    """As in ``Committed``."""
+    committed_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,7 +100,7 @@ class DecodeLoop:
             case Submit() if self._awaits_kv(command.request.after):
                 self._siblings.setdefault(command.request.after, []).append(command)
             case Submit():
-                self._submit(command.request, command.gateway_id)
+                self._submit(command)
             case Abort():
                 self._abort(command.transfer_id)
             case GatewayLost():
@@ -104,7 +109,7 @@ class DecodeLoop:
                     if job.gateway_id == command.gateway_id:
                         self._abort(transfer_id)
             case KVCommitted():
-                self._kv_committed(command.done)
+                self._kv_committed(command)
             case KVFailed():
                 self._kv_failed(command)
             case BlocksFreed():
@@ -136,7 +141,8 @@ class DecodeLoop:
         """See ``Loop``."""
         self._engine.rest()
 
-    def _submit(self, request: DecodeRequest, gateway_id: str) -> None:
+    def _submit(self, submit: Submit) -> None:
+        request, gateway_id = submit.request, submit.gateway_id
         emitted = len(request.token_ids) - request.num_prompt_tokens
         total = len(request.token_ids) + request.sampling.max_tokens - emitted
         try:
@@ -149,7 +155,7 @@ class DecodeLoop:
             return
         sequence = make_sequence(request)
         self._engine.constrainer.attach(sequence)
-        self._jobs[request.transfer_id] = Job(sequence, gateway_id)
+        self._jobs[request.transfer_id] = Job(sequence, gateway_id, submit.received_s)
         if request.prefill is not None:
             self._prefill[request.transfer_id] = request.prefill
         self._scheduler.add(sequence, remote_prefill=request.prefill is not None)
@@ -177,7 +183,7 @@ class DecodeLoop:
     def _release_siblings(self, transfer_id: str) -> None:
         """Start what waited for this transfer: it finds the KV in the prefix cache, or computes."""
         for submit in self._siblings.pop(transfer_id, ()):
-            self._submit(submit.request, submit.gateway_id)
+            self._submit(submit)
 
     def _drop(self, job: Job) -> None:
         """Forget a live job; a granted sequence's blocks go to quarantine first."""
@@ -200,7 +206,8 @@ class DecodeLoop:
             )
         )
 
-    def _kv_committed(self, done: PrefillDone) -> None:
+    def _kv_committed(self, command: KVCommitted) -> None:
+        done = command.done
         job = self._jobs.get(done.transfer_id)
         if job is None:
             self._release_quarantine(done.transfer_id)
@@ -210,6 +217,8 @@ class DecodeLoop:
             self._forget(sequence)
             self._scheduler.finish(sequence)
             return
+        job.ready_s, job.transfer = command.committed_s, done
+        job.transfer_late_s = command.late_s
         self._scheduler.kv_arrived(sequence)
         sequence.append(done.first_token_id)
         self._release_siblings(sequence.transfer_id)

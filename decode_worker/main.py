@@ -15,7 +15,7 @@ def run(config: WorkerConfig) -> None:
     Raises:
         ConfigError: the configuration or the model is unusable.
     """
-    setup_logging(config.log_level, config.worker_id)
+    setup_logging(config.log_level, config.worker_id, config.log_format)
     configure_threads()
     from decode_worker.control import DecodeControl
     from engine.start import start_engine  # loads torch, which reads the thread settings

@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,10 +19,13 @@ from engine.block_pool import BlockPool
 from engine.constrainer import Constrainer
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.profiling.limits import Limits
+from engine.profiling.session import ProfileSession
 from engine.sampler import SampledToken, sample
 from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Sequence
 from engine.weights import open_model
+from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError, GrammarFailed
 from mesh.messages import PROTOCOL_VERSION
@@ -30,6 +34,9 @@ from mesh.model_files import resolve_model
 KV_LAYOUT = "block-layer-kv-head/2"
 _MIB = 1 << 20
 _EWMA_WEIGHT = 0.2
+_STEP_TOKENS = metrics.histogram(
+    metrics.ITERATION_TOKENS, "Tokens computed in a step.", buckets=metrics.TOKEN_COUNT_BUCKETS
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,6 +62,8 @@ class StepOutcome:
     """A computed sequence to give up, see ``StepPlan``."""
     failed: list[tuple[Sequence, GrammarFailed]]
     """Sequences that cannot go on, still running: the caller ends them."""
+    num_tokens: int
+    """Computed."""
 
 
 OnLayerGroup = Callable[[list[ScheduledChunk], int], None]
@@ -94,24 +103,39 @@ class Engine:
                 f"kv_layer_groups: {config.kv_layer_groups} does not divide the model's "
                 f"{self.model_config.num_layers} layers"
             )
+        self.profile: ProfileSession | None = None
+        """Set by the control loop, unset by the model thread when it is over."""
+        self.limits: Limits | None = None
+        """Measured by the first profile."""
+        self._plain_model = self.model
+        self._build_batch, self._sample = build_batch, sample
         self.step_time_s = 0.0
         self.tokens_per_s = 0.0
         self.max_sequence_tokens = min(max_model_len, self.scheduler.max_tokens_per_sequence())
         """Prompt plus output tokens that a single request can ever hold here."""
 
-    @torch.inference_mode()
     def step(self, on_group: OnLayerGroup | None = None) -> StepOutcome:
         """Schedule, compute, sample. Cheap when there is nothing to do.
 
         ``on_group`` is called during the forward, each time that a group of layers has written the
         step's KV.
         """
+        if self.profile is not None:
+            return self.profile.step(self._step, on_group)
+        return self._step(on_group)
+
+    @torch.inference_mode()
+    def _step(self, on_group: OnLayerGroup | None) -> StepOutcome:
         plan = self.scheduler.schedule()
         results: list[StepResult] = []
         failed: list[tuple[Sequence, GrammarFailed]] = []
+        num_tokens = 0
         if plan.chunks:
             start_s = time.monotonic()
-            batch = build_batch(plan.chunks, self.scheduler.block_size)
+            for chunk in plan.chunks:
+                if not chunk.sequence.first_step_s:
+                    chunk.sequence.first_step_s = start_s
+            batch = self._build_batch(plan.chunks, self.scheduler.block_size)
             sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
             on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
             self.constrainer.begin(sampled)
@@ -122,12 +146,13 @@ class Engine:
                 rows = [i for i, sequence in enumerate(sampled) if sequence not in unsampled]
                 sampled = [sampled[i] for i in rows]
                 logits = logits[rows]
-            tokens = sample(logits, sampled) if sampled else []
+            tokens = self._sample(logits, sampled) if sampled else []
             self.scheduler.step_done(plan, late=late)
             for sequence, token in zip(sampled, tokens, strict=True):
                 sequence.append(token.token_id)
                 results.append(StepResult(sequence, token))
-            self._observe(time.monotonic() - start_s, batch.num_tokens)
+            num_tokens = batch.num_tokens
+            self._observe(time.monotonic() - start_s, num_tokens)
         return StepOutcome(
             results=results,
             computed=[chunk.sequence for chunk in plan.chunks],
@@ -135,7 +160,23 @@ class Engine:
             expired=plan.expired,
             displaced=plan.displaced,
             failed=failed,
+            num_tokens=num_tokens,
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._backend.device
+
+    def instrument(self, model: Decoder, wrap: Callable[[Any, str], Any]) -> None:
+        """Run ``model`` instead, and what ``wrap`` makes of the functions around it."""
+        self._plain_model, self.model = self.model, model
+        self._build_batch, self._sample = wrap(build_batch, "batch"), wrap(sample, "sample")
+
+    def end_instrument(self) -> None:
+        """Run the model itself again."""
+        self.model = self._plain_model
+        self._build_batch, self._sample = build_batch, sample
 
     def _by_group(
         self, chunks: list[ScheduledChunk], on_group: OnLayerGroup
@@ -152,8 +193,11 @@ class Engine:
     def rest(self) -> None:
         """Tell the device that no step follows at once."""
         self._backend.rest()
+        if self.profile is not None:
+            self.profile.rest()
 
     def _observe(self, seconds: float, num_tokens: int) -> None:
+        _STEP_TOKENS.observe(num_tokens)
         if self.step_time_s == 0.0:
             self.step_time_s, self.tokens_per_s = seconds, num_tokens / seconds
             return

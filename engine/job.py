@@ -9,7 +9,14 @@ from engine.engine import Engine
 from engine.sampler import SampledToken
 from engine.sequence import Sequence
 from mesh.errors import ContextTooLong, PdmeshError
-from mesh.messages import DecodeRequest, PrefillRequest, RequestFailed, TokenOutput
+from mesh.leg_timing import LegTiming
+from mesh.messages import (
+    DecodeRequest,
+    PrefillDone,
+    PrefillRequest,
+    RequestFailed,
+    TokenOutput,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +25,14 @@ class Job:
 
     sequence: Sequence
     gateway_id: str
-    reported_cached: bool = False
+    ready_s: float
+    """When it was received; on a decode worker, when its KV was committed."""
+    transfer: PrefillDone | None = None
+    """The hand-off that made it ready."""
+    transfer_late_s: float = 0.0
+    """As in ``Committed``."""
+    has_reported: bool = False
+    """Its first output was made."""
 
 
 def make_sequence(request: PrefillRequest | DecodeRequest) -> Sequence:
@@ -84,8 +98,10 @@ def token_output(job: Job, token: SampledToken) -> TokenOutput:
     """The message for a token just appended to the job's sequence."""
     sequence = job.sequence
     found = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
-    cached = 0 if job.reported_cached else found
-    job.reported_cached = True
+    cached, timing = 0, None
+    if not job.has_reported:
+        job.has_reported = True
+        cached, timing = found, _timing(job)
     return TokenOutput(
         request_id=sequence.request_id,
         transfer_id=sequence.transfer_id,
@@ -94,4 +110,19 @@ def token_output(job: Job, token: SampledToken) -> TokenOutput:
         finish_reason=sequence.finish_reason,
         num_cached_tokens=cached,
         logprobs=(token.logprobs,) if token.logprobs else (),
+        timing=timing,
+    )
+
+
+def _timing(job: Job) -> LegTiming:
+    started_s, transfer = job.sequence.first_step_s, job.transfer
+    queue_s, compute_s = started_s - job.ready_s, time.monotonic() - started_s
+    if transfer is None:
+        return LegTiming(queue_s=queue_s, compute_s=compute_s)
+    return LegTiming(
+        queue_s=queue_s,
+        compute_s=compute_s,
+        kv_wait_s=transfer.wait_s,
+        kv_hidden_s=transfer.hidden_s,
+        kv_exposed_s=transfer.exposed_s + job.transfer_late_s,
     )

@@ -79,6 +79,8 @@ class Sequence:
     """Leading full blocks already published to the prefix cache."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain over full blocks of ``token_ids``; filled lazily by the prefix cache."""
+    first_step_s: float = 0.0
+    """``time.monotonic()`` when its first step began; 0 before."""
     num_preemptions: int = 0
     num_passed: int = 0
     """Less urgent sequences that were admitted while blocks were too few for this one."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from engine.engine import Engine
+from engine.profiling.endpoint import ProfileEndpoint
 from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.links import WorkerServer
@@ -84,6 +85,7 @@ class WorkerHost:
             config.host,
             config.http_port,
             {"/metrics": self._metrics, "/health": self._health, "/ready": self._ready},
+            {"/debug/profile": ProfileEndpoint(config, engine).handle},
         )
         self._info = WorkerInfo(
             worker_id=config.worker_id,
@@ -99,6 +101,7 @@ class WorkerHost:
             max_num_seqs=config.max_num_seqs,
             transport=config.transport,
         )
+        metrics.identify(self._info.model, config.worker_id)
         self._registration = Registration(config.redis_url, self._info, self._load)
         await self._registration.start()
         _logger.info(
@@ -142,10 +145,15 @@ class WorkerHost:
         metrics.gauge("pdmesh:kv_blocks_quarantined", "Blocks withheld after a transfer.").set(
             load.kv_blocks_quarantined
         )
-        metrics.gauge("pdmesh:open_transfers", "KV transfers not ended.").set(load.open_transfers)
-        metrics.gauge("pdmesh:step_time_seconds", "Smoothed engine step time.").set(
-            load.step_time_s
-        )
+        for name, documentation, value in (
+            ("pdmesh:kv_blocks", "Blocks of the KV pool.", load.kv_blocks_total),
+            ("pdmesh:kv_blocks_free", "Blocks free or evictable.", load.kv_blocks_free),
+            ("pdmesh:open_transfers", "KV transfers not ended.", load.open_transfers),
+            ("pdmesh:queued_tokens", "Prompt tokens not computed yet.", load.queued_tokens),
+            ("pdmesh:step_time_seconds", "Smoothed engine step time.", load.step_time_s),
+            ("pdmesh:step_tokens_per_second", "Smoothed speed of steps.", load.tokens_per_s),
+        ):
+            metrics.gauge(name, documentation).set(value)
         scheduler = self._engine.scheduler
         metrics.gauge(
             "pdmesh:kv_slots_used_perc", "Computed tokens over all slots of the pool, 0 to 1."

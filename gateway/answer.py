@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from aiohttp import web
@@ -18,9 +18,11 @@ from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.generation import Generation, GenerationRequest
 from gateway.output_rules import OutputRules
 from gateway.request_metrics import RequestMetrics, count_failure
+from gateway.request_trace import RequestTrace
 from gateway.sampling import bad_word_ids, build_sampling, seed_of_sample
 from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks
+from gateway.timeline import Arrival
 from gateway.usage import usage
 from mesh.errors import InvalidRequest, PdmeshError
 
@@ -47,6 +49,9 @@ class Answer:
         rules: OutputRules,
         arrived_s: float,
         on_slow_reader: Callable[[], None],
+        arrival: Arrival | None = None,
+        shows_timing: bool = False,
+        trace: RequestTrace | None = None,
     ) -> None:
         """Validate and prepare; entering starts the generations.
 
@@ -57,11 +62,15 @@ class Answer:
             rules: What the answers follow; its grammar has been checked.
             arrived_s: ``time.monotonic()`` when the HTTP request came.
             on_slow_reader: Called when the client reads too slowly; must break the connection.
+            arrival: When what came before was done.
+            shows_timing: The client wants to see where the time went.
+            trace: Where the attempts' spans go.
 
         Raises:
             InvalidRequest: a value is out of range for this model and these prompts.
         """
         self.id = uuid.uuid4().hex
+        self.shows_timing = shows_timing
         self._running = frontend.running
         self.created = int(time.time())
         self.samples_per_prompt = request.num_samples
@@ -91,7 +100,9 @@ class Answer:
             for sample in range(self.samples_per_prompt):
                 index = len(self.choices)
                 seed = seed_of_sample(sampling.seed, sample)
-                request_metrics = RequestMetrics(arrived_s, len(prompt.token_ids))
+                request_metrics = RequestMetrics(
+                    arrived_s, len(prompt.token_ids), slo_class=request.slo_class, arrival=arrival
+                )
                 generation = Generation(
                     frontend.cluster,
                     GenerationRequest(
@@ -107,6 +118,7 @@ class Answer:
                     on_ready=self._wake.set,
                     on_slow_reader=on_slow_reader,
                     sibling=first,
+                    trace=trace,
                 )
                 first = first or generation
                 choice = Choice(
@@ -187,6 +199,10 @@ class Answer:
                 raise failure
             unfinished = [choice for choice in unfinished if choice.finish_reason is None]
 
+    def timing(self) -> list[dict[str, Any]]:
+        """Where the time of each choice went; call once all have finished."""
+        return [{"index": choice.index} | choice.timing() for choice in self.choices]
+
     async def collect(self) -> list[list[Delta]]:
         """All deltas of every choice.
 
@@ -225,6 +241,8 @@ async def stream_answer(
                 response = await open_stream(http_request)
             await write(http_request, response, data)
         last = chunks.end(usage(answer.choices, answer.samples_per_prompt))
+        if answer.shows_timing:
+            last = chunks.timing(answer.timing()) + last
     except PdmeshError as error:
         if response is None:
             raise

@@ -98,6 +98,53 @@ class ChatChoice(_Answer):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
+class TimingParts(_Answer):
+    """Seconds of each part, one after the other; their sum is ``total_s``."""
+
+    receive_s: float
+    """Reading and checking the body, its grammar included."""
+    tokenise_s: float
+    """Chat template and tokeniser."""
+    dispatch_s: float
+    """Choosing the workers, until the first attempt was sent."""
+    retry_s: float
+    """Lost with attempts that failed."""
+    queue_s: float
+    """On the prefill worker, until it began to compute."""
+    prefill_s: float
+    """Computing the prompt and the first token."""
+    kv_wait_s: float
+    """After that: the KV could not be moved, mostly because the decode worker had no room."""
+    kv_exposed_s: float
+    """After the prefill: moving KV."""
+    decode_queue_s: float
+    """KV in place, until a decode step took the sequence up."""
+    decode_s: float
+    """Decode steps until the last token."""
+    network_s: float
+    """Between processes: what no process counted until the decode worker's first token."""
+    respond_s: float
+    """After the last token."""
+
+
+class Timing(_Answer):
+    """Where the time of one choice went; with the header ``X-Pdmesh-Timing: 1``."""
+
+    index: int
+    total_s: float
+    """Arrival until the answer was complete."""
+    ttft_s: float | None
+    """Arrival to first token."""
+    tpot_s: float | None
+    """Mean gap between tokens; null for one token."""
+    parts: TimingParts
+    kv_hidden_s: float
+    """KV moved while the prompt was computed: nobody waited for it."""
+    attempts: int
+    decode_worker: str | None
+    prefill_worker: str | None
+
+
 class ChatAnswer(_Answer):
     """Answer of POST /v1/chat/completions without ``stream``."""
 
@@ -107,6 +154,7 @@ class ChatAnswer(_Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    pdmesh_timing: list[Timing] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -153,6 +201,7 @@ class ChatChunk(_Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    pdmesh_timing: list[Timing] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -176,6 +225,7 @@ class CompletionAnswer(_Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    pdmesh_timing: list[Timing] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChunkChoice(CompletionChoice):
@@ -193,6 +243,7 @@ class CompletionChunk(_Answer):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    pdmesh_timing: list[Timing] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Model(_Answer):

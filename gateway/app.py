@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
@@ -22,8 +20,11 @@ from gateway.errors import (
     error_response,
 )
 from gateway.frontend import FRONTEND, Frontend
+from gateway.request_ids import ANSWER_ID, client_request_id, echo_request_id
+from gateway.request_ids import HEADER as REQUEST_ID_HEADER
 from gateway.request_metrics import count_failure
 from mesh.errors import InvalidRequest, PdmeshError
+from mesh.log_format import about
 
 _logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
@@ -31,9 +32,6 @@ _CLIENT_GONE = 499
 
 _DRAIN_S = 5.0
 """How long running requests may finish after SIGTERM."""
-
-_REQUEST_ID_HEADER = "X-Request-Id"
-_ACCEPTED_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -93,16 +91,14 @@ async def _drain(app: web.Application) -> None:
     await app[FRONTEND].drain(_DRAIN_S)
 
 
-async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    given = request.headers.get(_REQUEST_ID_HEADER, "")
-    valid = _ACCEPTED_REQUEST_ID.fullmatch(given)
-    response.headers[_REQUEST_ID_HEADER] = given if valid else uuid.uuid4().hex
-    if _is_anthropic(request):
-        response.headers["Request-Id"] = response.headers[_REQUEST_ID_HEADER]
-
-
 def _is_anthropic(request: web.Request) -> bool:
     return request.path == messages.PATH or request.path.startswith(messages.PATH + "/")
+
+
+async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    await echo_request_id(request, response)
+    if _is_anthropic(request):
+        response.headers["Request-Id"] = response.headers[REQUEST_ID_HEADER]
 
 
 @web.middleware
@@ -112,6 +108,7 @@ async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except PdmeshError as error:
         count_failure(error.code)
+        _logger.debug("refused path=%s", request.path, extra=_ids(request) | {"code": error.code})
         response = error_response(error, form)
         if isinstance(error, BodyTimeout | BrokenBody):
             response.force_close()  # where the next request begins is not known
@@ -123,9 +120,13 @@ async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamR
     except ConnectionError:
         return web.Response(status=_CLIENT_GONE)
     except Exception:
-        _logger.exception("request failed path=%s", request.path)
+        _logger.exception("request failed path=%s", request.path, extra=_ids(request))
         count_failure(PdmeshError.code)
         return error_response(PdmeshError("internal error"), form)
+
+
+def _ids(request: web.Request) -> dict[str, str]:
+    return about(request.get(ANSWER_ID) or "", client_request_id=client_request_id(request))
 
 
 def _http_error(error: web.HTTPException, form: ErrorForm) -> web.Response:

@@ -117,6 +117,7 @@ class Attempt:
         cache_salt: str,
         slo_class: SloClass,
         after: str = "",
+        traceparent: str = "",
     ) -> None:
         """Send both legs at once (fields as in the messages)."""
         self._move(_State.RUNNING)
@@ -135,6 +136,7 @@ class Attempt:
             cache_salt=cache_salt,
             slo_class=slo_class,
             after=after,
+            traceparent=traceparent,
         )
         legs: list[tuple[Worker, DecodeRequest | PrefillRequest]] = []
         if self._prefill is not None:
@@ -149,6 +151,7 @@ class Attempt:
                 priority=priority,
                 cache_salt=cache_salt,
                 slo_class=slo_class,
+                traceparent=traceparent,
             )
             legs.append((self._prefill, prefill))  # first: the client waits for its token
         legs.append((self._decode, decode))
@@ -199,6 +202,11 @@ class Attempt:
         if self._is_prefill(worker_id) and self._next_index > self._base:
             return
         self._fail(error, worker_id, retryable=True)
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """The decode worker's, and the prefill worker's where there is one."""
+        return tuple(worker.info.worker_id for worker in self._workers)
 
     @property
     def decode_worker(self) -> Worker:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gateway.detokenizer import Detokenizer
 from gateway.generation import Generation
@@ -96,6 +96,10 @@ class Choice:
     def stop_string(self) -> str | None:
         """The stop string that ended it."""
         return None if self._matcher is None else self._matcher.found
+
+    def timing(self) -> dict[str, Any]:
+        """Where its time went; call once it has finished."""
+        return self._metrics.timing()
 
     def abandoned(self) -> None:
         """The client left before the last token."""

@@ -71,6 +71,9 @@ class ChoicesEndpoint(Endpoint[RequestType]):
             "choices": choices,
             "usage": usage(answer.choices, answer.samples_per_prompt),
         }
+        if answer.shows_timing:
+            timing = answer.timing()
+            body["pdmesh_timing"] = [timing[index] for index in kept]
         if request.return_token_ids:
             self.put_prompt_ids(body, [answer.choices[index] for index in kept])
         return body

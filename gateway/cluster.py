@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from mesh import metrics
 from mesh.backoff import Backoff
 from mesh.cancel import cancel_and_wait
 from mesh.cluster_view import WorkerEntry
+from mesh.config import ROLES
 from mesh.errors import PdmeshError, WorkerLost
 from mesh.links import WorkerLink
 from mesh.messages import (
@@ -43,6 +45,15 @@ _SNAPSHOT_LAG_S = 0.03
 _UNSEEN_S = 2.0
 """Without snapshots (registry lost) what was sent counts this long."""
 
+_CHOSEN = metrics.counter(
+    "pdmesh:router_choices", "Attempts by the workers they were sent to.", ["worker"]
+)
+_REFUSED = metrics.counter(
+    "pdmesh:router_refusals", "Attempts for which no pair was found.", ["code"]
+)
+_WORKERS = metrics.gauge(
+    "pdmesh:gateway_workers", "Workers known here, by whether their link is up.", ["role", "up"]
+)
 _LATE = metrics.counter("pdmesh:gateway_late_messages", "Messages of attempts that are over.")
 
 
@@ -184,13 +195,27 @@ class Cluster:
             worker.registered = key in entries
             self._drop_if_unused(worker)
 
+    def count_workers(self) -> None:
+        """Bring the gauge of workers up to date."""
+        for role in ROLES:
+            known = [worker for worker in self._workers.values() if worker.info.role == role]
+            num_up = sum(worker.is_up for worker in known)
+            _WORKERS.labels(role=role, up="true").set(num_up)
+            _WORKERS.labels(role=role, up="false").set(len(known) - num_up)
+
     def choose(self, need: router.Need, avoid: Collection[str]) -> tuple[Worker, Worker]:
         """The prefill and the decode worker for a request.
 
         Raises:
             Unavailable, ContextTooLong, Overloaded: as ``router.choose``.
         """
-        pair = router.choose(self._candidates(), need, avoid, self._incompatible)
+        try:
+            pair = router.choose(self._candidates(), need, avoid, self._incompatible)
+        except PdmeshError as error:
+            _REFUSED.labels(code=error.code).inc()
+            raise
+        for worker_id in pair:
+            _CHOSEN.labels(worker=worker_id).inc()
         up = {worker.info.worker_id: worker for worker in self._routable()}
         return up[pair.prefill_id], up[pair.decode_id]
 
@@ -259,6 +284,8 @@ class Cluster:
         if self._workers.get(key) is not worker:
             return
         del self._workers[key]
+        with suppress(KeyError):  # it was never chosen
+            _CHOSEN.remove(worker.info.worker_id)
         self._incompatible = {p for p in self._incompatible if worker.info.worker_id not in p}
         if worker.task is not None:
             worker.task.cancel()

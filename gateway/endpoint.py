@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, Generic, TypeVar
 
@@ -15,12 +16,21 @@ from gateway.errors import SlowReader
 from gateway.frontend import FRONTEND, Frontend
 from gateway.output_rules import output_rules
 from gateway.request_body import read_body
+from gateway.request_ids import ANSWER_ID, client_request_id
 from gateway.request_metrics import count_failure
+from gateway.request_trace import RequestTrace
 from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks
+from gateway.timeline import Arrival
 from mesh.errors import InvalidRequest
+from mesh.log_format import about
+
+TIMING_HEADER = "X-Pdmesh-Timing"
+"""``1`` asks for ``pdmesh_timing`` in the answer."""
 
 RequestType = TypeVar("RequestType", ChatRequest, CompletionRequest)
+
+_logger = logging.getLogger(__name__)
 
 
 class Endpoint(Generic[RequestType]):
@@ -62,11 +72,24 @@ class Endpoint(Generic[RequestType]):
         """
         arrived_s = time.monotonic()
         frontend = http_request.app[FRONTEND]
+        if frontend.tracing is None:
+            return await self._serve(http_request, frontend, arrived_s, None)
+        parent = http_request.headers.get("traceparent", "")
+        with RequestTrace(frontend.tracing, http_request.path, parent, arrived_s) as trace:
+            return await self._serve(http_request, frontend, arrived_s, trace)
+
+    async def _serve(
+        self,
+        http_request: web.Request,
+        frontend: Frontend,
+        arrived_s: float,
+        trace: RequestTrace | None,
+    ) -> web.StreamResponse:
         request = self.decode(await read_body(http_request, frontend))
         frontend.check_model(request.model)
         with frontend.admitted():
             try:
-                return await self._run(http_request, frontend, request, arrived_s)
+                return await self._run(http_request, frontend, request, arrived_s, trace)
             except InvalidRequest as error:
                 self.rename(error)
                 raise
@@ -77,11 +100,14 @@ class Endpoint(Generic[RequestType]):
         frontend: Frontend,
         request: RequestType,
         arrived_s: float,
+        trace: RequestTrace | None,
     ) -> web.StreamResponse:
         rules = output_rules(request, frontend.model)
         if rules.grammar:
             await frontend.grammars.check(rules.grammar, rules.param)
+        decoded_s = time.monotonic()
         prompts = await self.prompts(frontend, request)
+        arrival = Arrival(arrived_s, decoded_s, time.monotonic())
         answer = Answer(
             frontend,
             request,
@@ -89,7 +115,12 @@ class Endpoint(Generic[RequestType]):
             rules=rules,
             arrived_s=arrived_s,
             on_slow_reader=lambda: _break_connection(http_request),
+            arrival=arrival,
+            shows_timing=http_request.headers.get(TIMING_HEADER) == "1",
+            trace=trace,
         )
+        http_request[ANSWER_ID] = answer.id
+        _note(http_request, answer, arrival, trace)
         with answer:
             if request.stream:
                 chunks = self.chunks(frontend, request, answer)
@@ -97,6 +128,21 @@ class Endpoint(Generic[RequestType]):
             deltas = await answer.collect()
             body = self.whole(frontend, request, answer, deltas)
             return await send_json(http_request, orjson.dumps(body))
+
+
+def _note(
+    http_request: web.Request, answer: Answer, arrival: Arrival, trace: RequestTrace | None
+) -> None:
+    """Have the request found by its ids in log and trace."""
+    client_id = client_request_id(http_request)
+    prompts = answer.choices[:: answer.samples_per_prompt]
+    num_tokens = sum(len(choice.generation.request.prompt_ids) for choice in prompts)
+    if _logger.isEnabledFor(logging.DEBUG):
+        ids = about(answer.id, client_request_id=client_id)
+        _logger.debug("request path=%s prompt_tokens=%d", http_request.path, num_tokens, extra=ids)
+    if trace is not None:
+        trace.tokenised(arrival, num_tokens)
+        trace.describe({"pdmesh.request_id": answer.id, "pdmesh.client_request_id": client_id})
 
 
 def _break_connection(http_request: web.Request) -> None:

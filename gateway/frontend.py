@@ -16,6 +16,7 @@ from gateway.grammar_check import GrammarChecker
 from gateway.served_model import ServedModel
 from mesh import metrics
 from mesh.errors import ModelNotFound, Overloaded, PdmeshError, Unavailable
+from mesh.tracing import Tracing
 
 MAX_OPEN_REQUESTS = 4096
 MAX_CHOICES = 128
@@ -51,12 +52,14 @@ class Frontend:
         cluster: Cluster,
         request_timeout_s: float,
         max_body_bytes: int,
+        tracing: Tracing | None = None,
     ) -> None:
-        """Args are those of ``mesh.config.GatewayConfig``."""
+        """Args are those of ``mesh.config.GatewayConfig``; ``tracing`` is borrowed."""
         self.model = model
         self.cluster = cluster
         self.request_timeout_s = request_timeout_s
         self.max_body_bytes = max_body_bytes
+        self.tracing = tracing
         self.grammars = GrammarChecker(model.tokenizer)
         self.created = int(time.time())
         self.num_open_requests = 0

@@ -20,9 +20,11 @@ from gateway.attempt import Attempt
 from gateway.cluster import Cluster, Worker
 from gateway.errors import SlowReader
 from gateway.request_metrics import RequestMetrics
+from gateway.request_trace import RequestTrace
 from gateway.router import Need
 from mesh import metrics
 from mesh.errors import DeadlineExceeded, Overloaded, PdmeshError, Unavailable
+from mesh.log_format import about
 from mesh.messages import SamplingParams, SloClass, TokenOutput
 
 MAX_ATTEMPTS = 4
@@ -67,6 +69,7 @@ class Generation:
         on_ready: Callable[[], None],
         on_slow_reader: Callable[[], None],
         sibling: Generation | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
         """Prepare; ``start`` sends it.
 
@@ -78,6 +81,7 @@ class Generation:
             on_slow_reader: Called once when the reader fell too far behind.
             sibling: Another sample of the same prompt, started before: this one runs where that one
                 does and reuses its prompt's KV, unless that attempt is over already.
+            trace: Where the attempts' spans go.
         """
         self.request = request
         self.error: PdmeshError | None = None
@@ -88,6 +92,7 @@ class Generation:
         self._on_ready = on_ready
         self._on_slow_reader = on_slow_reader
         self._sibling = sibling
+        self._trace = trace
         self._loop = asyncio.get_running_loop()
         self._pending: list[TokenOutput] = []
         self._num_pending_tokens = 0
@@ -121,6 +126,10 @@ class Generation:
                 timer.cancel()
         if self._attempt is not None:
             self._attempt.abort()
+        if self._trace is not None:
+            self._trace.on_attempt_ended(
+                self.request.request_id, "" if self.error is None else self.error.code
+            )
 
     def fail(self, error: PdmeshError) -> None:
         """Stop with ``error``, unless it is over already."""
@@ -143,7 +152,7 @@ class Generation:
         self._output_ids += output.token_ids
         self._pending.append(output)
         self._num_pending_tokens += num_new
-        self._metrics.on_tokens(num_new)
+        self._metrics.on_tokens(num_new, output.timing)
         if output.finish_reason is not None:
             self.close()
         elif self._num_pending_tokens > MAX_PENDING_TOKENS:
@@ -157,18 +166,20 @@ class Generation:
         if self._ended:
             return
         self._attempt = None
+        self._metrics.on_attempt_failed()
+        if self._trace is not None:
+            self._trace.on_attempt_ended(self.request.request_id, error.code)
         now_s = self._loop.time()
         if not retryable or self._num_attempts >= MAX_ATTEMPTS or now_s >= self.request.deadline_s:
             self._end(error)
             return
         _RETRIES.labels(code=error.code).inc()
         _logger.warning(
-            "retry request=%s attempt=%d avoid=%s code=%s %s",
-            self.request.request_id,
+            "retry attempt=%d avoid=%s %s",
             self._num_attempts,
             ",".join(sorted(avoid)),
-            error.code,
             error,
+            extra=about(self.request.request_id, code=error.code),
         )
         self._avoid |= avoid
         self._give_up_at_s = min(now_s + RETRY_WAIT_S, self.request.deadline_s)
@@ -204,6 +215,15 @@ class Generation:
             self._cluster, self, prefill=prefill, decode=decode, base=len(self._output_ids)
         )
         self._attempt = attempt
+        self._metrics.on_attempt(attempt.worker_ids, request.sampling)
+        traceparent = ""
+        if self._trace is not None:
+            traceparent = self._trace.on_attempt(
+                request.request_id, attempt.worker_ids, self._num_attempts
+            )
+        if _logger.isEnabledFor(logging.DEBUG):
+            ids = about(request.request_id, transfer_id=attempt.transfer_id)
+            _logger.debug("attempt workers=%s", ",".join(attempt.worker_ids), extra=ids)
         attempt.start(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -214,6 +234,7 @@ class Generation:
             cache_salt=request.cache_salt,
             slo_class=request.slo_class,
             after="" if first is None else first.transfer_id,
+            traceparent=traceparent,
         )
 
     def _expire(self) -> None:
@@ -221,5 +242,7 @@ class Generation:
 
     def _end(self, error: PdmeshError) -> None:
         self.error = error
+        ids = about(self.request.request_id, code=error.code)
+        _logger.info("failed after tokens=%d", len(self._output_ids), extra=ids)
         self.close()
         self._on_ready()

@@ -14,11 +14,13 @@ from gateway.app import build_app
 from gateway.cluster import Cluster
 from gateway.frontend import Frontend
 from gateway.served_model import load_served_model
+from mesh import metrics
 from mesh.config import GatewayConfig
 from mesh.errors import ConfigError
 from mesh.model_files import resolve_model
 from mesh.registry import ClusterView
 from mesh.service import process_epoch, run_service, setup_logging
+from mesh.tracing import open_tracing
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ def run(config: GatewayConfig) -> None:
         ConfigError: a field, a model file or the address cannot be used.
     """
     config.validate()
-    setup_logging(config.log_level, "gateway")
+    setup_logging(config.log_level, "gateway", config.log_format)
     # Every text is encoded by itself, so the library's threads would only hand it back and forth.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     model = load_served_model(
@@ -47,9 +49,13 @@ def run(config: GatewayConfig) -> None:
         tool_call_parser=config.tool_call_parser,
     )
 
+    gateway_id = config.gateway_id or f"gateway-{uuid.uuid4().hex[:12]}"
+    tracing = open_tracing(config.otlp_endpoint, "gateway", gateway_id)
+    metrics.identify(model.name, "gateway")
+
     async def serve(stop: asyncio.Event) -> None:
         cluster = Cluster(
-            gateway_id=config.gateway_id or f"gateway-{uuid.uuid4().hex[:12]}",
+            gateway_id=gateway_id,
             epoch=process_epoch(),
             model=model.name,
         )
@@ -58,6 +64,7 @@ def run(config: GatewayConfig) -> None:
             cluster=cluster,
             request_timeout_s=config.request_timeout_s,
             max_body_bytes=config.max_body_bytes,
+            tracing=tracing,
         )
         frontend.grammars.prepare()
         view = ClusterView(config.redis_url, on_change=cluster.refresh)
@@ -71,6 +78,8 @@ def run(config: GatewayConfig) -> None:
             await stop.wait()
         finally:
             await runner.cleanup()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     run_service(serve)
 

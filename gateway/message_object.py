@@ -107,6 +107,10 @@ class MessageEvents:
         end = _event("message_delta", delta=self._message.end(), usage=counts)
         return end + _event("message_stop")
 
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        """See ``Chunks``: this API's streams have no event for it."""
+        return b""
+
     def error(self, error: PdmeshError) -> bytes:
         """See ``Chunks``."""
         return b"event: error\ndata: " + orjson.dumps(anthropic_error_body(error)) + b"\n\n"

@@ -64,6 +64,7 @@ async def ready(request: web.Request) -> web.Response:
 
 async def show_metrics(request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
+    request.app[FRONTEND].cluster.count_workers()
     # In a thread: it reads /proc and takes milliseconds with many buckets.
     body = await asyncio.to_thread(metrics.render)
     return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})

@@ -51,6 +51,10 @@ class ResponseEvents:
         response = self._response.finished(self._parts.parts)
         return self._event(f"response.{response['status']}", response=response)
 
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        """See ``Chunks``: this API's streams have no event for it."""
+        return b""
+
     def error(self, error: PdmeshError) -> bytes:
         """See ``Chunks``."""
         return self._event("response.failed", response=self._response.failed(error))

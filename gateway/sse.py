@@ -35,6 +35,10 @@ class Chunks(Protocol):
         """What a stream ends with when its answer fails after the first byte."""
         ...
 
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        """An event without choice that says where the time went."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
@@ -72,6 +76,9 @@ class _Frame:
 
     def error(self, error: PdmeshError) -> bytes:
         return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        return self.head + self.close(None, b',"pdmesh_timing":' + orjson.dumps(timing))
 
     def close(self, usage: dict[str, Any] | None, extra: bytes = b"") -> bytes:
         shown = self.no_usage if usage is None else b',"usage":' + orjson.dumps(usage)
@@ -129,6 +136,10 @@ class ChatChunks:
         """See ``Chunks``."""
         return self._frame.error(error)
 
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        """See ``Chunks``."""
+        return self._frame.timing(timing)
+
 
 class CompletionChunks:
     """Events of /v1/completions."""
@@ -166,3 +177,7 @@ class CompletionChunks:
     def error(self, error: PdmeshError) -> bytes:
         """See ``Chunks``."""
         return self._frame.error(error)
+
+    def timing(self, timing: list[dict[str, Any]]) -> bytes:
+        """See ``Chunks``."""
+        return self._frame.timing(timing)

@@ -16,6 +16,8 @@ class Committed:
 
     transfer_id: str
     done: PrefillDone
+    late_s: float = 0.0
+    """From P's first word that all was on its way until it had arrived and was verified."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvtransfer.events import SendDone, SenderEvent, SendFailed
+from kvtransfer.lease import Clock
 from kvtransfer.not_open import NotOpen
 from kvtransfer.outbox import Outbox
 from kvtransfer.sender_state import Outgoing, SendState
@@ -14,7 +15,8 @@ from mesh.messages import PrefillDone, TransferNack
 class LastWords:
     """Posts them, and has them remembered for whoever asks later."""
 
-    def __init__(self, outbox: Outbox, not_open: NotOpen, epoch: int) -> None:
+    def __init__(self, outbox: Outbox, not_open: NotOpen, epoch: int, clock: Clock) -> None:
+        self._clock = clock
         self._outbox = outbox
         self._not_open = not_open
         self._epoch = epoch
@@ -29,6 +31,12 @@ class LastWords:
 
     def say_done(self, outgoing: Outgoing, done: PrefillDone, *, is_quiet: bool = True) -> None:
         """Send PrefillDone; quiet: no write of it is in flight."""
+        if not outgoing.is_announced:  # from here on D counts
+            now_s, time = self._clock(), outgoing.time
+            done = msgspec.structs.replace(
+                done, wait_s=time.waited_until(now_s), hidden_s=time.hidden_s,
+                exposed_s=time.exposed_until(now_s),
+            )  # fmt: skip
         outgoing.is_announced = True
         outgoing.done = msgspec.structs.replace(
             done, num_chunks=outgoing.next_seq, is_quiet=is_quiet

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from mesh import metrics
 from mesh.messages import LeaseRenew, TransferMessage
 
 Clock = Callable[[], float]
@@ -14,6 +15,9 @@ MIN_LEASE_S = 0.05
 MAX_LEASE_S = 600.0
 RENEWALS_PER_LEASE = 3
 """A lease survives two lost renewals."""
+
+
+_RENEWALS = metrics.counter("pdmesh:lease_renewals", "Transfers whose lease was renewed from here.")
 
 
 @dataclass(slots=True)
@@ -62,4 +66,5 @@ def send_renewals(
     for peer_id, transfer_id in granted:
         by_peer.setdefault(peer_id, []).append(transfer_id)
     for peer_id, transfer_ids in by_peer.items():
-        send(peer_id, LeaseRenew(transfer_ids=tuple(transfer_ids)))
+        if send(peer_id, LeaseRenew(transfer_ids=tuple(transfer_ids))):
+            _RENEWALS.inc(len(transfer_ids))

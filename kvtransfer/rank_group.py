@@ -77,6 +77,7 @@ class RankGroup:
         self._open = set(members)
         self._cancel = cancel
         self._done: PrefillDone | None = None
+        self._last: Committed | None = None
         if not self._open:
             raise ValueError("a group without members")
 
@@ -99,6 +100,7 @@ class RankGroup:
         if isinstance(event, Committed):
             disagrees = self._disagrees(event.done)
             self._done = self._done or event.done
+            self._last = event
             if disagrees and self.state is GroupState.OPEN:
                 self._give_up()
                 text = "the sender's ranks sampled different tokens"
@@ -114,7 +116,8 @@ class RankGroup:
         if self.state is GroupState.OPEN:
             self.state = GROUP_TRANSITIONS.next(self.state, GroupTrigger.ALL_COMMITTED)
             assert self._done is not None
-            done = self._done
+            assert self._last is not None
+            done, last = self._done, self._last
             return Committed(
                 self._transfer_id,
                 PrefillDone(
@@ -122,7 +125,11 @@ class RankGroup:
                     first_token_id=done.first_token_id,
                     finished=done.finished,
                     num_chunks=done.num_chunks,
+                    wait_s=last.done.wait_s,
+                    hidden_s=last.done.hidden_s,
+                    exposed_s=last.done.exposed_s,
                 ),
+                last.late_s,
             )
         self.state = GROUP_TRANSITIONS.next(self.state, GroupTrigger.ALL_ENDED)
         return BlocksReleased(self._transfer_id, self._block_ids)

@@ -271,7 +271,9 @@ class TransferReceiver:
         incoming.move(ReceiveTrigger.COMPLETE)
         self._forget(incoming)
         self._outbox.post(incoming.sender.worker_id, TransferAck(transfer_id=incoming.transfer_id))
-        self._events.append(Committed(incoming.transfer_id, done))
+        heard_s = incoming.heard_done_s
+        late_s = 0.0 if heard_s is None else self._clock() - heard_s
+        self._events.append(Committed(incoming.transfer_id, done, late_s))
 
     # ------------------------------------------------------------------ endings
 
@@ -286,6 +288,8 @@ class TransferReceiver:
             if message.sender_epoch > incoming.sender.epoch:
                 self._fence(incoming.sender.worker_id, "peer_restarted")
             return
+        if isinstance(message, PrefillDone) and incoming.heard_done_s is None:
+            incoming.heard_done_s = self._clock()
         if isinstance(message, PrefillDone) and not message.is_quiet:
             if incoming.state is ReceiveState.GRANTED:
                 incoming.announced = message

@@ -89,6 +89,8 @@ class Incoming:
     """P has written everything, if not all of it has arrived."""
     done: PrefillDone | None = None
     """P has no write in flight."""
+    heard_done_s: float | None = None
+    """When the first word of either kind came."""
     settle_at_s: float | None = None
     """FENCED: when the blocks may be reused; None while the fence is no proof."""
 

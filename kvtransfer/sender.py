@@ -84,7 +84,7 @@ class TransferSender:
         self._outbox = Outbox(send, clock, lease_s)
         self._renewal = RenewalTimer(lease_s)
         self._not_open = NotOpen(self._outbox, epoch, lease_s / 2)
-        self._words = LastWords(self._outbox, self._not_open, epoch)
+        self._words = LastWords(self._outbox, self._not_open, epoch, clock)
         self._outgoing: dict[str, Outgoing] = {}
         self._events: list[SenderEvent] = []
         self._backlog = Backlog()

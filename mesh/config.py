@@ -6,6 +6,7 @@ of the field at fault. Only what can be judged without the model or the network 
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Literal
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from mesh.errors import ConfigError
 from mesh.messages import Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 Weights = Literal["auto", "fp32", "int8", "int4"]
 KVDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 ToolCallParserName = Literal["auto", "hermes", "llama3", "mistral"]
@@ -23,6 +25,7 @@ TransportName = Literal["auto", "shm", "ucx", "tcp", "inproc"]
 KVWire = Literal["", "int8"]
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 WEIGHTS: tuple[Weights, ...] = ("auto", "fp32", "int8", "int4")
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "fp32", "bf16", "fp16", "int8")
@@ -58,6 +61,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Unique in the cluster; empty: minted by the gateway at start."""
     log_level: LogLevel = "info"
     """Least severe log records written."""
+    log_format: LogFormat = "text"
+    """``text``: key=value lines; ``json``: one object a line."""
+    otlp_endpoint: str = ""
+    """``http://host:port`` of an OpenTelemetry collector; empty: no tracing."""
 
     def validate(self) -> None:
         """Check every field.
@@ -74,6 +81,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.gateway_id:
             _check_id("gateway_id", self.gateway_id)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
+        _check_http_url("otlp_endpoint", self.otlp_endpoint)
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +144,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Drill: the share of KV writes and transfer messages that go wrong on purpose."""
     log_level: LogLevel = "info"
     """Least severe log records written."""
+    log_format: LogFormat = "text"
+    """``text``: key=value lines; ``json``: one object a line."""
+    otlp_endpoint: str = ""
+    """``http://host:port`` of an OpenTelemetry collector; empty: no tracing."""
+    profile_dir: str = ""
+    """Existing folder for the traces of /debug/profile; empty: it keeps none."""
 
     def validate(self) -> None:
         """Check every field.
@@ -168,6 +183,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_range("drain_s", self.drain_s, 0, 86_400)
         _check_range("inject_faults", self.inject_faults, 0, 0.5)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
+        _check_http_url("otlp_endpoint", self.otlp_endpoint)
+        if self.profile_dir and not os.path.isdir(self.profile_dir):
+            raise ConfigError(f"profile_dir: {self.profile_dir} is not a folder")
 
     @property
     def num_staging_blocks(self) -> int:
@@ -201,6 +220,17 @@ def _check_id(field: str, value: str) -> None:
 def _check_host(field: str, value: str) -> None:
     if not value or any(character.isspace() or character == "/" for character in value):
         raise ConfigError(f"{field}: {value!r} is not a host name or address")
+
+
+def _check_http_url(field: str, value: str) -> None:
+    try:
+        parts = urlsplit(value)
+        usable = not value or (parts.scheme in ("http", "https") and bool(parts.hostname))
+        _ = parts.port
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"{field}: expected http://host:port")
 
 
 def _check_redis_url(value: str) -> None:

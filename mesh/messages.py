@@ -20,6 +20,8 @@ from typing import Literal
 
 import msgspec
 
+from mesh.leg_timing import LegTiming
+
 PROTOCOL_VERSION = 2
 
 Role = Literal["prefill", "decode"]
@@ -150,6 +152,8 @@ class PrefillRequest(Message, frozen=True, tag="prefill"):
     """Prefixes are shared only between requests of equal salt."""
     slo_class: SloClass = "interactive"
     """Interactive work is favoured for latency, batch work fills what is left."""
+    traceparent: str = ""
+    """W3C trace context of this attempt; empty: it is not traced."""
 
 
 class DecodeRequest(Message, frozen=True, tag="decode"):
@@ -167,6 +171,8 @@ class DecodeRequest(Message, frozen=True, tag="decode"):
     slo_class: SloClass = "interactive"
     after: str = ""
     """Transfer id of a sibling on this worker whose KV shares this one's prompt: wait for it."""
+    traceparent: str = ""
+    """As in PrefillRequest."""
 
 
 class AbortRequest(Message, frozen=True, tag="abort"):
@@ -198,6 +204,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_cached_tokens: int = 0
     """Prompt tokens taken from a prefix cache; on a leg's first output only."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    timing: LegTiming | None = None
+    """On a leg's first output only."""
 
 
 class StepOutput(Message, frozen=True, tag="step"):
@@ -340,6 +348,12 @@ class PrefillDone(Message, frozen=True, tag="prefill-done"):
     """Which start of P says so: it speaks for its own writes only."""
     is_quiet: bool = True
     """No write is in flight any more. Before that D may commit if all has arrived, and no more."""
+    wait_s: float = 0.0
+    """Prompt computed, but no grant or no room on the link: until this was first said …"""
+    hidden_s: float = 0.0
+    """… time of moving KV while the prompt was computed …"""
+    exposed_s: float = 0.0
+    """… and after it, see ``TransferTime``."""
 
 
 class TransferAck(Message, frozen=True, tag="ack"):

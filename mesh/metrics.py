@@ -7,7 +7,7 @@ Names are vLLM's (``vllm:…``) where vLLM has one, so that its dashboards work;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from prometheus_client import (
@@ -16,10 +16,15 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.registry import Collector
+
+_IDENTITY: dict[str, str] = {}
+_IDENTIFIED = ("vllm:", "pdmesh:request_")
 
 _Metric = TypeVar("_Metric")
 
@@ -46,6 +51,19 @@ TIME_PER_OUTPUT_TOKEN = "vllm:request_time_per_output_token_seconds"
 E2E_LATENCY = "vllm:e2e_request_latency_seconds"
 REQUEST_PROMPT_TOKENS = "vllm:request_prompt_tokens"
 REQUEST_GENERATION_TOKENS = "vllm:request_generation_tokens"
+REQUEST_PARAMS_MAX_TOKENS = "vllm:request_params_max_tokens"
+REQUEST_QUEUE_TIME = "vllm:request_queue_time_seconds"
+REQUEST_PREFILL_TIME = "vllm:request_prefill_time_seconds"
+REQUEST_DECODE_TIME = "vllm:request_decode_time_seconds"
+REQUEST_INFERENCE_TIME = "vllm:request_inference_time_seconds"
+ITERATION_TOKENS = "vllm:iteration_tokens_total"
+
+_ALIASES = {
+    INTER_TOKEN_LATENCY: "vllm:time_per_output_token_seconds",
+    KV_CACHE_USAGE: "vllm:gpu_cache_usage_perc",
+    REQUEST_GENERATION_TOKENS: "vllm:request_max_num_generation_tokens",
+}
+"""Rendered a second time under the names that older boards of vLLM ask for."""
 
 # fmt: off
 TTFT_BUCKETS_S = (
@@ -59,6 +77,10 @@ ITL_BUCKETS_S = (
 LATENCY_BUCKETS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
+)
+PART_BUCKETS_S = (
+    0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+    30.0, 60.0, 300.0,
 )
 TOKEN_COUNT_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000,
@@ -96,9 +118,45 @@ def histogram(
     return Histogram(name, documentation, labels, registry=REGISTRY, buckets=buckets)
 
 
+def identify(model_name: str, engine: str) -> None:
+    """Have ``render`` label every ``vllm:`` and ``pdmesh:request_`` sample with these two.
+
+    That is how vLLM's boards find them. Nothing is paid where metrics are observed.
+
+    Args:
+        model_name: The served model.
+        engine: The worker's id; ``gateway`` on a gateway.
+    """
+    _IDENTITY.update(model_name=model_name, engine=engine)
+
+
 def render() -> bytes:
     """All metrics of this process in the Prometheus text format."""
-    return generate_latest(REGISTRY)
+    return generate_latest(_Identified())
+
+
+class _Identified(Collector):
+    """The registry's metrics with the process's labels."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in REGISTRY.collect():
+            if _IDENTITY and metric.name.startswith(_IDENTIFIED):
+                metric.samples = [
+                    sample._replace(labels={**_IDENTITY, **sample.labels})
+                    for sample in metric.samples
+                ]
+            yield metric
+            if metric.name in _ALIASES:
+                yield _renamed(metric, _ALIASES[metric.name])
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    copy = Metric(name, metric.documentation, metric.type)
+    copy.samples = [
+        sample._replace(name=name + sample.name.removeprefix(metric.name))
+        for sample in metric.samples
+    ]
+    return copy
 
 
 def _find(name: str, kind: type[_Metric]) -> _Metric | None:

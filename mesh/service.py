@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from mesh import metrics
+from mesh.config import LogFormat
 from mesh.errors import ConfigError
+from mesh.log_format import JsonFormatter, TextFormatter
 from mesh.parent_watch import die_with_parent
 
 __all__ = [
@@ -68,26 +70,10 @@ async def _run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
             loop.remove_signal_handler(number)
 
 
-class _LineFormatter(logging.Formatter):
-    """``time level process logger message`` as key=value, one line whatever the message holds."""
-
-    converter = staticmethod(time.gmtime)
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"time=%(asctime)s.%(msecs)03dZ level=%(levelname)s proc={name} pid=%(process)d "
-            "logger=%(name)s msg=%(message)s",
-            datefmt="%Y-%m-%dT%H:%M:%S",
-        )
-
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
-
-
-def setup_logging(level: str, name: str) -> None:
+def setup_logging(level: str, name: str, log_format: LogFormat = "text") -> None:
     """Send all records at or above ``level`` to stderr, one line each, marked with ``name``."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LineFormatter(name))
+    handler.setFormatter(JsonFormatter(name) if log_format == "json" else TextFormatter(name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -107,8 +93,10 @@ class HttpServer:
         await self._runner.cleanup()
 
 
-async def serve_http(host: str, port: int, routes: Mapping[str, Handler]) -> HttpServer:
-    """Serve GET ``routes`` (path → handler); port 0 takes any free one.
+async def serve_http(
+    host: str, port: int, routes: Mapping[str, Handler], posts: Mapping[str, Handler] | None = None
+) -> HttpServer:
+    """Serve GET ``routes`` and POST ``posts`` (path → handler); port 0 takes any free one.
 
     Raises:
         ConfigError: the port cannot be bound.
@@ -116,6 +104,8 @@ async def serve_http(host: str, port: int, routes: Mapping[str, Handler]) -> Htt
     app = web.Application(client_max_size=0)
     for path, handler in routes.items():
         app.router.add_get(path, handler)
+    for path, handler in (posts or {}).items():
+        app.router.add_post(path, handler)
     # A scrape that hangs must not hold a worker's shutdown up.
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
     await runner.setup()

@@ -11,17 +11,20 @@ from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tok
 from engine.worker_host import WorkerHost
 from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
+from engine.worker_spans import log_failure, log_leg, open_spans
 from kvtransfer.data_plane import open_data_plane
-from kvtransfer.events import SendDone, SendFailed
+from kvtransfer.events import SendDone, SenderEvent, SendFailed
 from kvtransfer.sender import TransferSender
 from kvtransfer.transfer_metrics import TransferMetrics
 from mesh.config import WorkerConfig
+from mesh.log_format import about
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
     Grant,
     LoadSnapshot,
     PrefillRequest,
+    RequestFailed,
     StepOutput,
     TransferMessage,
 )
@@ -85,6 +88,7 @@ class PrefillControl:
         if config.kv_layer_groups > 1:
             self._loop.emit = self._runtime.emit
         engine.constrainer.on_ready = self._runtime.wake
+        self._spans = open_spans(config)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``; raises what the model thread raised."""
@@ -92,6 +96,8 @@ class PrefillControl:
             await self._runtime.run(stop)
         finally:
             self._transport.close()
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.close)
 
     def _on_message(self, peer_id: str, message: AnyMessage) -> None:
         if isinstance(message, PrefillRequest):
@@ -99,9 +105,14 @@ class PrefillControl:
             with suppress(ValueError):  # the id is in use; the loop answers that
                 self._sender.expect(message.transfer_id, message.decode.worker_id, message.ttl_s)
             self._runtime.post(Submit(message, peer_id))
+            if self._spans is not None:
+                self._spans.on_request(message)
+            log_leg(_logger, message)
             self._runtime.poll_soon()
         elif isinstance(message, AbortRequest):
             self._runtime.post(Abort(message.transfer_id))
+            if self._spans is not None:
+                self._spans.forget(message.transfer_id)
         elif isinstance(message, TransferMessage):
             if isinstance(message, Grant):
                 self._runtime.post(Granted(message.transfer_id))
@@ -121,7 +132,11 @@ class PrefillControl:
             match event:
                 case Tokens():
                     self._host.server.send(event.gateway_id, StepOutput(outputs=event.outputs))
+                    if self._spans is not None:
+                        self._spans.on_outputs(event.outputs, is_prefill=True)
                 case SendBlocks():
+                    if self._spans is not None:
+                        self._spans.on_transfer_begun(event.transfer_id)
                     sender.submit(event.transfer_id, event.first_index, event.block_ids, event.part)
                 case FinishTransfer():
                     sender.finish(
@@ -133,11 +148,11 @@ class PrefillControl:
                     sender.cancel(event.transfer_id, "cancelled", "the request was given up")
                 case Failed():
                     self._host.server.send(event.gateway_id, event.message)
+                    self._on_failed(event.message)
 
     def _poll(self) -> bool:
         for event in self._sender.poll():
-            if isinstance(event, SendDone):
-                self._metrics.observe(event)
+            self._on_transfer_over(event)
             why = f"{event.code}: {event.message}" if isinstance(event, SendFailed) else None
             self._runtime.post(TransferEnded(event.transfer_id, why))
         congested = self._sender.congested_receivers()
@@ -145,6 +160,31 @@ class PrefillControl:
             self._congested = congested
             self._runtime.post(Congestion(congested))
         return self._sender.num_open > 0
+
+    def _on_transfer_over(self, event: SenderEvent) -> None:
+        if isinstance(event, SendDone):
+            self._metrics.observe(event)
+        else:
+            self._metrics.observe_failure(event.code)
+            ids = about(transfer_id=event.transfer_id, code=event.code)
+            _logger.info("kv transfer failed %s", event.message, extra=ids)
+        if self._spans is None:
+            return
+        if isinstance(event, SendDone):
+            moved = {
+                "pdmesh.kv_bytes": event.num_bytes,
+                "pdmesh.kv_hidden_s": event.hidden_s,
+                "pdmesh.kv_exposed_s": event.exposed_s,
+            }
+            self._spans.on_transfer_done("kv transfer", event.transfer_id, moved)
+            self._spans.forget(event.transfer_id)
+        else:
+            self._spans.on_failed(event.transfer_id, event.code)
+
+    def _on_failed(self, message: RequestFailed) -> None:
+        log_failure(_logger, message)
+        if self._spans is not None:
+            self._spans.on_failed(message.transfer_id, message.code)
 
     def _load(self) -> LoadSnapshot:
         return with_transfers(self._loop.snapshot, self._sender.num_open, self._runtime.draining)

@@ -12,8 +12,9 @@ flight any more (TransferEnded). A sequence never grows here, so it is never pre
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
 from engine.job import Job, check_fits, failure, make_sequence, token_output
@@ -31,6 +32,7 @@ class Submit:
 
     request: PrefillRequest
     gateway_id: str
+    received_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,7 +108,7 @@ class PrefillLoop:
         """Apply one command; see ``Loop``."""
         match command:
             case Submit():
-                self._submit(command.request, command.gateway_id)
+                self._submit(command.request, command.gateway_id, command.received_s)
             case Abort():
                 self._abort(command.transfer_id)
             case GatewayLost():
@@ -149,7 +151,7 @@ class PrefillLoop:
         """See ``Loop``."""
         self._engine.rest()
 
-    def _submit(self, request: PrefillRequest, gateway_id: str) -> None:
+    def _submit(self, request: PrefillRequest, gateway_id: str, received_s: float) -> None:
         try:
             if request.transfer_id in self._jobs:
                 raise PdmeshError(f"transfer id {request.transfer_id} is in use")
@@ -164,7 +166,7 @@ class PrefillLoop:
         self._engine.constrainer.attach(sequence)
         sequence.has_receiver = request.transfer_id in self._early_grants
         self._early_grants.pop(request.transfer_id, None)
-        self._jobs[request.transfer_id] = Job(sequence, gateway_id)
+        self._jobs[request.transfer_id] = Job(sequence, gateway_id, received_s)
         self._num_submitted[request.transfer_id] = 0
         self._receivers[request.transfer_id] = request.decode.worker_id
         sequence.is_held_back = request.decode.worker_id in self._congested

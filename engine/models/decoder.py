@@ -13,15 +13,16 @@ embeddings and sliding windows (Gemma 3), a mixture of experts as the MLP (Qwen3
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.backends.base import Backend, Linear, QKNorm, RopeTable
+from engine.backends.base import Backend, Embedding, Linear, QKNorm, RopeTable
 from engine.batch import BatchInputs
 from engine.model_config import ModelConfig, inv_freq
-from engine.models.mlp import GatedMlp, MoeMlp
+from engine.models.mlp import GatedMlp, MoeMlp, WrapLinear
 from engine.weights import WeightSource
 from mesh.errors import ConfigError
 
@@ -77,6 +78,35 @@ class Decoder:
             self._load_layer(source, index, tables[layer_type])
             for index, layer_type in enumerate(config.layer_types)
         ]
+
+    @property
+    def backend(self) -> Backend:
+        """What runs its ops."""
+        return self._backend
+
+    @property
+    def a_product(self) -> Linear:
+        """A large weight matrix that reads the hidden state."""
+        return self._layers[0].mlp.linears()[0]
+
+    def instrumented(
+        self, backend: Backend, wrap: WrapLinear, wrap_embedding: Callable[[Embedding], Embedding]
+    ) -> Decoder:
+        """The same model, sharing its weights, with other objects in the way of its ops."""
+        clone = copy.copy(self)
+        clone._backend = backend
+        clone._embed = wrap_embedding(self._embed)
+        clone._head = wrap(self._head, "head", None)
+        clone._layers = [
+            replace(
+                layer,
+                qkv=wrap(layer.qkv, "qkv", index),
+                output=wrap(layer.output, "output", index),
+                mlp=layer.mlp.instrumented(backend, wrap, index),
+            )
+            for index, layer in enumerate(self._layers)
+        ]
+        return clone
 
     @property
     def num_weight_bytes(self) -> int:

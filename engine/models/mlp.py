@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.backends.base import Backend, Linear
 from engine.model_config import HiddenAct
+
+WrapLinear = Callable[[Linear, str, int | None], Linear]
+"""Makes another product of one, given its name and its layer (None: of the whole model)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,6 +26,11 @@ class GatedMlp:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] → [T, H]."""
         return self.down(self.backend.act_mul(self.gate_up(hidden), self.activation))
+
+    def instrumented(self, backend: Backend, wrap: WrapLinear, layer: int) -> GatedMlp:
+        """See ``Decoder.instrumented``."""
+        gate_up, down = wrap(self.gate_up, "gate_up", layer), wrap(self.down, "down", layer)
+        return replace(self, backend=backend, gate_up=gate_up, down=down)
 
     def linears(self) -> list[Linear]:
         """Every weight matrix."""
@@ -53,6 +62,11 @@ class MoeMlp:
             result = self.experts[expert](hidden[tokens])
             out.index_add_(0, tokens, result * weights[tokens, rank, None])
         return out
+
+    def instrumented(self, backend: Backend, wrap: WrapLinear, layer: int) -> MoeMlp:
+        """See ``Decoder.instrumented``."""
+        experts = [expert.instrumented(backend, wrap, layer) for expert in self.experts]
+        return replace(self, experts=experts)
 
     def linears(self) -> list[Linear]:
         """Every quantisable weight matrix."""

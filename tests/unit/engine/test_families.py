@@ -129,7 +129,7 @@ def _last_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     captured: list[torch.Tensor] = []
     forward = engine.model.forward
 
-    def capture(batch: BatchInputs) -> torch.Tensor:
+    def capture(batch: BatchInputs, on_kv_written: object) -> torch.Tensor:
         captured.append(forward(batch))
         return captured[-1]
 

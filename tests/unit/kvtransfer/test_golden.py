@@ -67,10 +67,18 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
     ),
     (
         PrefillDone(
-            transfer_id="t-1", first_token_id=42, finished=False, num_chunks=4, sender_epoch=8
+            transfer_id="t-1",
+            first_token_id=42,
+            finished=False,
+            num_chunks=4,
+            sender_epoch=8,
+            wait_s=0.25,
+            hidden_s=0.5,
+            exposed_s=0.125,
         ),
-        ["prefill-done", "t-1", 42, False, 4, 8, True],
-        "930297ac70726566696c6c2d646f6e65a3742d312ac20408c3cf00ac0353c9ef624d",
+        ["prefill-done", "t-1", 42, False, 4, 8, True, 0.25, 0.5, 0.125],
+        "93029aac70726566696c6c2d646f6e65a3742d312ac20408c3cb3fd0000000000000cb3fe0000000000000cb"
+        "3fc0000000000000cfa41d02c0ca885cf9",
     ),
     (TransferAck(transfer_id="t-1"), ["ack", "t-1"], "930292a361636ba3742d31cfeb62343a8e032267"),
     (
@@ -143,3 +151,11 @@ def test_no_changed_bit_and_no_cut_is_accepted(golden: str) -> None:
     for length in range(len(whole)):
         with pytest.raises(ProtocolError):
             codec.decode(whole[:length])
+
+
+def test_a_prefill_done_without_times_is_read() -> None:
+    """As processes of the same version sent it before the times were appended."""
+    old = bytes.fromhex("930297ac70726566696c6c2d646f6e65a3742d312ac20408c3cf00ac0353c9ef624d")
+    assert codec.decode(old) == PrefillDone(
+        transfer_id="t-1", first_token_id=42, finished=False, num_chunks=4, sender_epoch=8
+    )

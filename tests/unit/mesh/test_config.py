@@ -34,6 +34,9 @@ def test_the_defaults_are_valid() -> None:
         ("max_body_bytes", 0),
         ("gateway_id", "a b"),
         ("log_level", "loud"),
+        ("log_format", "xml"),
+        ("otlp_endpoint", "localhost:4318"),
+        ("otlp_endpoint", "http://host:port"),
     ],
 )
 def test_a_bad_gateway_field_is_named(field: str, value: Any) -> None:
@@ -66,6 +69,8 @@ def test_a_bad_gateway_field_is_named(field: str, value: Any) -> None:
         ("threads", -1),
         ("lease_s", 0.0),
         ("log_level", ""),
+        ("otlp_endpoint", "file:///etc"),
+        ("profile_dir", "/nowhere/at/all"),
     ],
 )
 def test_a_bad_worker_field_is_named(field: str, value: Any) -> None:

@@ -34,3 +34,13 @@ def test_a_counter_follows_a_count_that_is_kept_elsewhere() -> None:
     for count in (0, 3, 3, 10):
         metrics.count_to("test_count_kept_elsewhere", "A count.", count)
         assert f"test_count_kept_elsewhere_total {float(count)}\n" in metrics.render().decode()
+
+
+def test_vllm_samples_carry_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_IDENTITY", {})
+    metrics.gauge("vllm:test_running", "Running.").set(2)
+    metrics.gauge("pdmesh:test_open", "Open.").set(3)
+    metrics.identify("m", "decode-0")
+    text = metrics.render().decode()
+    assert 'vllm:test_running{engine="decode-0",model_name="m"} 2.0\n' in text
+    assert "pdmesh:test_open 3.0\n" in text

@@ -1,0 +1,1 @@
+"""What a worker's steps spend their time on, measured while it serves."""
