@@ -1,4 +1,4 @@
-"""What ``up`` and ``top`` ask a gateway: is it ready, and its census. Standard library only."""
+"""What ``up`` and ``top`` ask a gateway, with the standard library only."""
 
 from __future__ import annotations
 
@@ -32,14 +32,25 @@ class GatewayClient:
 
     def census(self) -> list[dict[str, Any]] | None:
         """Live figures of every worker the gateway knows, None when it does not answer."""
-        answer = self._get("/debug/census")
+        answer = self._object("/debug/census")
+        workers = None if answer is None else answer.get("workers")
+        if not isinstance(workers, list):
+            return None
+        return [worker for worker in workers if isinstance(worker, dict)]
+
+    def figures(self) -> dict[str, Any] | None:
+        """What the gateway's dashboard shows, None when it does not answer."""
+        return self._object("/debug/dashboard")
+
+    def _object(self, path: str) -> dict[str, Any] | None:
+        answer = self._get(path)
         if answer is None or answer[0] != 200:
             return None
         try:
-            workers = json.loads(answer[1])["workers"]
-        except (ValueError, KeyError, TypeError):
+            content = json.loads(answer[1])
+        except ValueError:
             return None
-        return [worker for worker in workers if isinstance(worker, dict)]
+        return content if isinstance(content, dict) else None
 
     def _get(self, path: str) -> tuple[int, bytes] | None:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)

@@ -125,4 +125,5 @@ def _timing(job: Job) -> LegTiming:
         kv_wait_s=transfer.wait_s,
         kv_hidden_s=transfer.hidden_s,
         kv_exposed_s=transfer.exposed_s + job.transfer_late_s,
+        kv_bytes=transfer.num_bytes,
     )

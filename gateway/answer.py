@@ -101,7 +101,12 @@ class Answer:
                 index = len(self.choices)
                 seed = seed_of_sample(sampling.seed, sample)
                 request_metrics = RequestMetrics(
-                    arrived_s, len(prompt.token_ids), slo_class=request.slo_class, arrival=arrival
+                    arrived_s,
+                    len(prompt.token_ids),
+                    slo_class=request.slo_class,
+                    arrival=arrival,
+                    request_id=f"{self.id}-{index}",
+                    history=frontend.history,
                 )
                 generation = Generation(
                     frontend.cluster,
@@ -167,8 +172,12 @@ class Answer:
     def _close(self, error: BaseException | None) -> None:
         for choice in self.choices:
             choice.generation.close()
-            failed = choice.generation.error is not None or isinstance(error, PdmeshError)
-            if choice.finish_reason is None and not failed:
+            if choice.finish_reason is not None:
+                continue
+            failure = choice.generation.error or error
+            if isinstance(failure, PdmeshError):
+                choice.failed(failure.code)
+            else:
                 choice.abandoned()
 
     async def batches(self) -> AsyncIterator[list[tuple[Choice, list[Delta]]]]:

@@ -140,6 +140,8 @@ class Timing(_Answer):
     parts: TimingParts
     kv_hidden_s: float
     """KV moved while the prompt was computed: nobody waited for it."""
+    kv_bytes: int
+    """KV written from prefill to decode worker."""
     attempts: int
     decode_worker: str | None
     prefill_worker: str | None
@@ -273,6 +275,28 @@ class Census(_Answer):
     """Answer of GET /debug/census: what each worker says of itself."""
 
     workers: list[dict[str, Any]]
+
+
+class Dashboard(_Answer):
+    """Answer of GET /debug/dashboard: what the gateway remembers of its last minutes."""
+
+    model: str
+    ready: bool
+    draining: bool
+    open_requests: int
+    workers: list[dict[str, Any]]
+    uptime_s: float
+    slot_s: float
+    """Length of a slot of the series."""
+    summary: dict[str, Any]
+    """Percentiles over the last minute, rates over the last slot."""
+    series: dict[str, list[float | None]]
+    """One value a slot, oldest first."""
+    flow_window_s: float
+    flows: list[dict[str, Any]]
+    """KV that moved, by pair of workers."""
+    requests: list[dict[str, Any]]
+    """The latest ones that ended, newest first."""
 
 
 class ErrorDetails(_Answer):

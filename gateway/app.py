@@ -8,7 +8,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway import chat, completions, messages, operations, responses, tokenize
+from gateway import chat, completions, dashboard, messages, operations, responses, tokenize
 from gateway.cluster import WorkerSource
 from gateway.errors import (
     BodyTimeout,
@@ -53,6 +53,7 @@ def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
     app.on_response_prepare.append(_echo_request_id)
     app.on_shutdown.append(_drain)
     app.cleanup_ctx.append(_linked(view))
+    app.cleanup_ctx.append(dashboard.sampled)
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
     app.router.add_post("/v1/completions", completions.completions)
     app.router.add_post("/v1/responses", responses.responses)
@@ -68,6 +69,8 @@ def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
     app.router.add_get("/ready", operations.ready)
     app.router.add_get("/metrics", operations.show_metrics)
     app.router.add_get("/debug/census", operations.census)
+    app.router.add_get("/debug/dashboard", dashboard.show_figures)
+    app.router.add_get("/dashboard", dashboard.show_page)
     return app
 
 

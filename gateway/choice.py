@@ -105,6 +105,10 @@ class Choice:
         """The client left before the last token."""
         self._metrics.on_finished("abort")
 
+    def failed(self, code: str) -> None:
+        """It ended with an error before the last token."""
+        self._metrics.on_failed(code)
+
     def _delta(
         self, token_id: int, reason: FinishReason | None, logprobs: TokenLogprobs | None
     ) -> Delta:

@@ -195,6 +195,13 @@ class Cluster:
             worker.registered = key in entries
             self._drop_if_unused(worker)
 
+    def refresh_loads(self) -> None:
+        """Give every worker its newest snapshot; one that left keeps its last."""
+        for key, entry in self._entries().items():
+            worker = self._workers.get(key)
+            if worker is not None and entry.load is not None:
+                worker.load, worker.load_at_s = entry.load, entry.updated_s
+
     def count_workers(self) -> None:
         """Bring the gauge of workers up to date."""
         for role in ROLES:
@@ -266,15 +273,9 @@ class Cluster:
         return [worker for worker in self._workers.values() if worker.registered and worker.is_up]
 
     def _candidates(self) -> list[router.Candidate]:
+        self.refresh_loads()
         now_s = time.monotonic()
-        entries = self._entries()
-        candidates = []
-        for worker in self._routable():
-            entry = entries.get((worker.info.worker_id, worker.info.epoch))
-            if entry is not None and entry.load is not None:
-                worker.load, worker.load_at_s = entry.load, entry.updated_s
-            candidates.append(worker.candidate(now_s))
-        return candidates
+        return [worker.candidate(now_s) for worker in self._routable()]
 
     def _drop_if_unused(self, worker: Worker) -> None:
         """A worker that left the registry finishes what it has, as long as its link is up."""

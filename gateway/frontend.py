@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gateway.cluster import Cluster
 from gateway.grammar_check import GrammarChecker
+from gateway.history import History
 from gateway.served_model import ServedModel
 from mesh import metrics
 from mesh.errors import ModelNotFound, Overloaded, PdmeshError, Unavailable
@@ -53,6 +54,7 @@ class Frontend:
         request_timeout_s: float,
         max_body_bytes: int,
         tracing: Tracing | None = None,
+        history: History | None = None,
     ) -> None:
         """Args are those of ``mesh.config.GatewayConfig``; ``tracing`` is borrowed."""
         self.model = model
@@ -60,6 +62,7 @@ class Frontend:
         self.request_timeout_s = request_timeout_s
         self.max_body_bytes = max_body_bytes
         self.tracing = tracing
+        self.history = history or History()
         self.grammars = GrammarChecker(model.tokenizer)
         self.created = int(time.time())
         self.num_open_requests = 0

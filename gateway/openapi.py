@@ -90,6 +90,7 @@ OPERATIONS = (
     ),
     Operation("get", "/metrics", "Metrics for Prometheus", None),
     Operation("get", "/debug/census", "Live figures of every worker", answers.Census),
+    Operation("get", "/debug/dashboard", "What the dashboard shows", answers.Dashboard),
 )  # fmt: skip
 
 _REASONS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from gateway.history import History, RequestRecord
 from gateway.timeline import PARTS, Arrival, Timeline
 from mesh import metrics
 from mesh.leg_timing import LegTiming
@@ -111,9 +112,11 @@ class RequestMetrics:
     __slots__ = (
         "_arrived_s",
         "_first_s",
+        "_history",
         "_last_s",
         "_num_prompt_tokens",
         "_num_tokens",
+        "_request_id",
         "_slo_class",
         "_timeline",
     )
@@ -125,6 +128,8 @@ class RequestMetrics:
         *,
         slo_class: SloClass = "interactive",
         arrival: Arrival | None = None,
+        request_id: str = "",
+        history: History | None = None,
     ) -> None:
         """Start the clock.
 
@@ -133,7 +138,11 @@ class RequestMetrics:
             num_prompt_tokens: What it asks to be computed.
             slo_class: Label of some metrics.
             arrival: What was done since; None: all of it was ``receive``.
+            request_id: Names the sequence in the history.
+            history: Remembers it, for the dashboard.
         """
+        self._request_id = request_id
+        self._history = history
         self._arrived_s = arrived_s
         self._first_s = 0.0
         self._last_s = 0.0
@@ -164,13 +173,16 @@ class RequestMetrics:
             self._first_s = now_s
             _TTFT.observe(now_s - self._arrived_s)
             _CLASS_TTFT[self._slo_class].observe(now_s - self._arrived_s)
+            if self._history is not None:
+                self._history.on_first_token(now_s - self._arrived_s)
             _PROMPT_TOKENS.inc(self._num_prompt_tokens)
             _REQUEST_PROMPT_TOKENS.observe(self._num_prompt_tokens)
         self._last_s = now_s
         self._num_tokens += num_tokens
         _GENERATION_TOKENS.inc(num_tokens)
-        if timing is not None:
-            self._timeline.on_leg(timing, now_s)
+        if timing is not None and self._timeline.on_leg(timing, now_s) and self._history:
+            decode_id, prefill_id = self._timeline.workers
+            self._history.on_transfer(prefill_id, decode_id, timing)
 
     def on_finished(self, reason: str) -> None:
         """The sequence has its last token, or its client left (``abort``)."""
@@ -185,10 +197,31 @@ class RequestMetrics:
             _CLASS_TPOT[self._slo_class].observe(tpot_s)
         if reason != "abort":
             self._observe_parts()
+        self._remember(reason, now_s)
+
+    def on_failed(self, code: str) -> None:
+        """The sequence ended with an error."""
+        now_s = time.monotonic()
+        self._timeline.finish(self._last_s, now_s)
+        self._remember(code, now_s)
 
     def timing(self) -> dict[str, Any]:
         """Where the time of a finished sequence went, see ``Timeline.as_json``."""
         return self._timeline.as_json(self._num_tokens, self._first_s, self._last_s)
+
+    def _remember(self, outcome: str, now_s: float) -> None:
+        if self._history is not None:
+            self._history.on_ended(
+                RequestRecord(
+                    request_id=self._request_id,
+                    slo_class=self._slo_class,
+                    outcome=outcome,
+                    num_prompt_tokens=self._num_prompt_tokens,
+                    num_output_tokens=self._num_tokens,
+                    timing=self.timing(),
+                    ended_s=now_s,
+                )
+            )
 
     def _observe_parts(self) -> None:
         parts = self._timeline.parts
@@ -199,6 +232,11 @@ class RequestMetrics:
         _PREFILL.observe(parts["prefill"])
         _DECODE.observe(self._last_s - self._first_s)
         _INFERENCE.observe(parts["prefill"] + self._last_s - self._first_s)
+
+
+def token_counts() -> tuple[float, float]:
+    """Output and prompt tokens since the process began."""
+    return metrics.total(_GENERATION_TOKENS), metrics.total(_PROMPT_TOKENS)
 
 
 def count_failure(code: str) -> None:

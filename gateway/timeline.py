@@ -42,6 +42,10 @@ PARTS: tuple[Part, ...] = (
 )  # fmt: skip
 
 
+MAX_KV_BYTES = 1 << 48
+"""More is not believed of one transfer."""
+
+
 class Arrival(NamedTuple):
     """What came before the first attempt, as ``time.monotonic()``."""
 
@@ -64,6 +68,7 @@ class Timeline:
         "_is_open",
         "_parts",
         "hidden_s",
+        "kv_bytes",
         "num_attempts",
         "workers",
     )
@@ -81,6 +86,8 @@ class Timeline:
         self._parts["tokenise"] = arrival.tokenised_s - arrival.decoded_s
         self.hidden_s = 0.0
         """KV moved behind the prefill; no part, since nobody waited for it."""
+        self.kv_bytes = 0
+        """KV written from prefill to decode workers, over all attempts."""
         self.num_attempts = 0
         self.workers: tuple[str, ...] = ()
         """Of the last attempt: the decode worker, and the prefill worker where it had one."""
@@ -94,17 +101,23 @@ class Timeline:
         self._first_leg = None
         self._is_open = True
 
-    def on_leg(self, timing: LegTiming, now_s: float) -> None:
-        """A leg's first output came: P's first, where there is one."""
+    def on_leg(self, timing: LegTiming, now_s: float) -> bool:
+        """A leg's first output came: P's first, where there is one.
+
+        Returns:
+            Whether it was D's, after P's: KV went from one to the other.
+        """
         if not self._is_open:
-            return
+            return False
         if self._first_leg is None:
             self._first_leg = timing
             if not self._has_prefill:
                 self._close_window(now_s)
-            return  # else D's closes the window
+            return False  # else D's closes the window
         self.hidden_s += timing.kv_hidden_s
+        self.kv_bytes += min(max(0, timing.kv_bytes), MAX_KV_BYTES)
         self._close_window(now_s, timing)
+        return True
 
     def on_attempt_failed(self, last_token_s: float) -> None:
         """The attempt is over; what came after its last token is lost."""
@@ -136,6 +149,7 @@ class Timeline:
             "tpot_s": (last_s - first_s) / gaps if gaps > 0 else None,
             "parts": {f"{part}_s": seconds for part, seconds in self._parts.items()},
             "kv_hidden_s": self.hidden_s,
+            "kv_bytes": self.kv_bytes,
             "attempts": self.num_attempts,
             "decode_worker": self.workers[0] if self.workers else None,
             "prefill_worker": self.workers[1] if len(self.workers) > 1 else None,

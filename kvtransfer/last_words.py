@@ -36,6 +36,7 @@ class LastWords:
             done = msgspec.structs.replace(
                 done, wait_s=time.waited_until(now_s), hidden_s=time.hidden_s,
                 exposed_s=time.exposed_until(now_s),
+                num_bytes=outgoing.num_bytes,
             )  # fmt: skip
         outgoing.is_announced = True
         outgoing.done = msgspec.structs.replace(

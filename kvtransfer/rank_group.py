@@ -78,6 +78,7 @@ class RankGroup:
         self._cancel = cancel
         self._done: PrefillDone | None = None
         self._last: Committed | None = None
+        self._num_bytes = 0
         if not self._open:
             raise ValueError("a group without members")
 
@@ -101,6 +102,7 @@ class RankGroup:
             disagrees = self._disagrees(event.done)
             self._done = self._done or event.done
             self._last = event
+            self._num_bytes += event.done.num_bytes
             if disagrees and self.state is GroupState.OPEN:
                 self._give_up()
                 text = "the sender's ranks sampled different tokens"
@@ -128,6 +130,7 @@ class RankGroup:
                     wait_s=last.done.wait_s,
                     hidden_s=last.done.hidden_s,
                     exposed_s=last.done.exposed_s,
+                    num_bytes=self._num_bytes,
                 ),
                 last.late_s,
             )

@@ -21,3 +21,5 @@ class LegTiming(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """D, as P told it: KV moved while the prompt was still being computed."""
     kv_exposed_s: float = 0.0
     """D: KV moved or was verified after the prompt was computed."""
+    kv_bytes: int = 0
+    """D, as P told it: KV that was written for this leg."""

@@ -354,6 +354,8 @@ class PrefillDone(Message, frozen=True, tag="prefill-done"):
     """… time of moving KV while the prompt was computed …"""
     exposed_s: float = 0.0
     """… and after it, see ``TransferTime``."""
+    num_bytes: int = 0
+    """KV as written, until this was first said."""
 
 
 class TransferAck(Message, frozen=True, tag="ack"):

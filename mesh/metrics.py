@@ -23,6 +23,8 @@ from prometheus_client import (
 )
 from prometheus_client.registry import Collector
 
+from mesh.local_metrics import LocalCounter
+
 _IDENTITY: dict[str, str] = {}
 _IDENTIFIED = ("vllm:", "pdmesh:request_")
 
@@ -97,9 +99,13 @@ def counter(name: str, documentation: str, labels: Sequence[str] = ()) -> Counte
 def count_to(name: str, documentation: str, value: float) -> None:
     """Bring a counter to a count that is kept elsewhere and never falls."""
     found = counter(name, documentation)
-    (metric,) = found.collect()
-    total = next(sample.value for sample in metric.samples if sample.name.endswith("_total"))
-    found.inc(value - total)
+    found.inc(value - total(found))
+
+
+def total(counted: Counter | LocalCounter) -> float:
+    """What a counter without labels has counted."""
+    (metric,) = counted.collect()
+    return next(sample.value for sample in metric.samples if sample.name.endswith("_total"))
 
 
 def gauge(name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:

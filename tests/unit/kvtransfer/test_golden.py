@@ -75,10 +75,11 @@ GOLDEN: list[tuple[AnyMessage, list[object], str]] = [
             wait_s=0.25,
             hidden_s=0.5,
             exposed_s=0.125,
+            num_bytes=1474560,
         ),
-        ["prefill-done", "t-1", 42, False, 4, 8, True, 0.25, 0.5, 0.125],
-        "93029aac70726566696c6c2d646f6e65a3742d312ac20408c3cb3fd0000000000000cb3fe0000000000000cb"
-        "3fc0000000000000cfa41d02c0ca885cf9",
+        ["prefill-done", "t-1", 42, False, 4, 8, True, 0.25, 0.5, 0.125, 1474560],
+        "93029bac70726566696c6c2d646f6e65a3742d312ac20408c3cb3fd0000000000000cb3fe0000000000000cb"
+        "3fc0000000000000ce00168000cfb1b32b3e4e78c713",
     ),
     (TransferAck(transfer_id="t-1"), ["ack", "t-1"], "930292a361636ba3742d31cfeb62343a8e032267"),
     (
