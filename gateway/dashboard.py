@@ -36,7 +36,7 @@ async def show_figures(request: web.Request) -> web.Response:
 
 
 def figures(frontend: Frontend) -> dict[str, Any]:
-    """What the dashboard shows; ``docs/observability.md`` names the fields."""
+    """What the dashboard shows; ``docs/operations.md`` names the fields."""
     now_s = time.monotonic()
     frontend.cluster.refresh_loads()
     workers = sorted(frontend.cluster.workers, key=_order)

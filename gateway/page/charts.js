@@ -6,7 +6,7 @@ const CHARTS = [
   { title: "Tokens per second", unit: count, lines: [["output", "output_tokens_per_s"], ["prompt", "prompt_tokens_per_s"]] },
   { title: "Sequences", unit: count, lines: [["decoding", "decode_running"], ["waiting", "waiting"], ["in prefill", "prefill_running"]] },
   { title: "KV used, decode pool", unit: percent, lines: [["used", "kv_used"]], top: 1 },
-  { title: "Requests ended", unit: count, lines: [["finished", "finished"], ["failed", "failed"]] },
+  { title: "Requests ended", unit: count, lines: [["finished", "finished"], ["failed", "failed"]], isPerSlot: true },
 ];
 const HEIGHT = 140, LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 20;
 const MIN_SLOTS = 24;
@@ -18,8 +18,9 @@ const shownCharts = CHARTS.map((chart) => {
     return { value, element: make("span", { class: "key" }, make("i", { class: `s${at}` }), `${name} `, value) };
   });
   const svg = draw("svg", { role: "img" });
-  const head = make("div", { class: "head" }, make("b", {}, chart.title), ...keys.map((key) => key.element));
-  const shown = { ...chart, keys, svg, pointer: null, element: make("div", { class: "card chart" }, head, svg) };
+  const title = make("b", {}, chart.title);
+  const head = make("div", { class: "head" }, title, ...keys.map((key) => key.element));
+  const shown = { ...chart, keys, svg, heading: title, pointer: null, element: make("div", { class: "card chart" }, head, svg) };
   svg.addEventListener("pointermove", (event) => {
     shown.pointer = event.clientX - svg.getBoundingClientRect().left;
     drawChart(shown);
@@ -101,6 +102,7 @@ function showCharts(figures) {
   for (const chart of shownCharts) {
     chart.columns = chart.lines.map(([, name]) => figures.series[name]);
     chart.slot = figures.slot_s;
+    if (chart.isPerSlot) chart.heading.textContent = `${chart.title} in ${seconds(chart.slot)}`;
     drawChart(chart);
   }
 }
@@ -111,9 +113,10 @@ function showTiles(figures) {
   const now = figures.summary;
   const sum = (name, role) => figures.workers.reduce(
     (total, worker) => total + ((!role || worker.role === role) && worker[name] || 0), 0);
+  const tail = (p95, p99) => `p95\u00a0${seconds(p95)} · p99\u00a0${seconds(p99)}`;
   const tiles = [
-    ["TTFT p50", seconds(now.ttft_p50_s), `p95 ${seconds(now.ttft_p95_s)} · p99 ${seconds(now.ttft_p99_s)}`],
-    ["TPOT p50", seconds(now.tpot_p50_s), `p95 ${seconds(now.tpot_p95_s)} · p99 ${seconds(now.tpot_p99_s)}`],
+    ["TTFT p50", seconds(now.ttft_p50_s), tail(now.ttft_p95_s, now.ttft_p99_s)],
+    ["TPOT p50", seconds(now.tpot_p50_s), tail(now.tpot_p95_s, now.tpot_p99_s)],
     ["Output tokens/s", count(now.output_tokens_per_s), `prompts ${count(now.prompt_tokens_per_s)} tok/s`],
     ["Decoding", count(sum("running", "decode")), `${count(sum("running", "prefill"))} in prefill · ${count(sum("waiting"))} waiting`],
     ["Open requests", count(figures.open_requests), "on this gateway"],
