@@ -47,7 +47,7 @@ function scaled(value, step, units) {
 const count = (value) => scaled(value, 1000, ["", "k", "M", "G", "T"]);
 const bytes = (value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}\u00a0%`;
-const rounded = (text) => text.replace(/\.?0+(?=\D|$)/, (zeros, at) => // 2.50 ms on an axis is 2.5 ms
+const rounded = (text) => text.replace(/\.?0+(?=\D|$)/g, (zeros, at) => // 2.50 ms on an axis is 2.5 ms
   text.slice(0, at + 1).includes(".") ? "" : zeros);
 
 // Bring the children of `parent` to those of `items`, keeping what is known by key: whoever has
