@@ -75,7 +75,8 @@ def cluster_load(cluster: Cluster) -> ClusterLoad:
     return ClusterLoad(
         prefill_running=sum(load.running for load in prefill),
         decode_running=sum(load.running for load in decode),
-        waiting=sum(load.waiting for load in (*prefill, *decode)),
+        prefill_waiting=sum(load.waiting for load in prefill),
+        decode_waiting=sum(load.waiting for load in decode),
         queued_tokens=sum(load.queued_tokens for load in (*prefill, *decode)),
         kv_used=1 - sum(load.kv_blocks_free for load in decode) / total if total else 0.0,
     )

@@ -29,8 +29,9 @@ class ClusterLoad(NamedTuple):
 
     prefill_running: int
     decode_running: int
-    waiting: int
-    """Sequences that wait, on workers of both roles."""
+    prefill_waiting: int
+    decode_waiting: int
+    """For KV too: many of these are on a prefill worker meanwhile."""
     queued_tokens: int
     kv_used: float
     """Occupancy of the decode workers' KV pools, 0 to 1."""
@@ -40,7 +41,8 @@ class ClusterLoad(NamedTuple):
         return ClusterLoad(
             max(self.prefill_running, other.prefill_running),
             max(self.decode_running, other.decode_running),
-            max(self.waiting, other.waiting),
+            max(self.prefill_waiting, other.prefill_waiting),
+            max(self.decode_waiting, other.decode_waiting),
             max(self.queued_tokens, other.queued_tokens),
             max(self.kv_used, other.kv_used),
         )

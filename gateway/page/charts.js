@@ -4,7 +4,10 @@ const CHARTS = [
   { title: "Time to first token", unit: seconds, lines: [["p50", "ttft_p50_s"], ["p95", "ttft_p95_s"]] },
   { title: "Time per output token", unit: seconds, lines: [["p50", "tpot_p50_s"], ["p95", "tpot_p95_s"]] },
   { title: "Tokens per second", unit: count, lines: [["output", "output_tokens_per_s"], ["prompt", "prompt_tokens_per_s"]] },
-  { title: "Sequences", unit: count, lines: [["decoding", "decode_running"], ["waiting", "waiting"], ["in prefill", "prefill_running"]] },
+  { title: "Sequences", unit: count, lines: [
+    ["decoding", "decode_running"], ["wait for prefill", "prefill_waiting"],
+    ["in prefill", "prefill_running"], ["wait to decode", "decode_waiting"],
+  ] },
   { title: "KV used, decode pool", unit: percent, lines: [["used", "kv_used"]], top: 1 },
   { title: "Requests ended", unit: count, lines: [["finished", "finished"], ["failed", "failed"]], isPerSlot: true },
 ];
@@ -102,7 +105,7 @@ function showCharts(figures) {
   for (const chart of shownCharts) {
     chart.columns = chart.lines.map(([, name]) => figures.series[name]);
     chart.slot = figures.slot_s;
-    if (chart.isPerSlot) chart.heading.textContent = `${chart.title} in ${seconds(chart.slot)}`;
+    if (chart.isPerSlot) chart.heading.textContent = `${chart.title} in ${rounded(seconds(chart.slot))}`;
     drawChart(chart);
   }
 }
@@ -118,7 +121,7 @@ function showTiles(figures) {
     ["TTFT p50", seconds(now.ttft_p50_s), tail(now.ttft_p95_s, now.ttft_p99_s)],
     ["TPOT p50", seconds(now.tpot_p50_s), tail(now.tpot_p95_s, now.tpot_p99_s)],
     ["Output tokens/s", count(now.output_tokens_per_s), `prompts ${count(now.prompt_tokens_per_s)} tok/s`],
-    ["Decoding", count(sum("running", "decode")), `${count(sum("running", "prefill"))} in prefill · ${count(sum("waiting"))} waiting`],
+    ["Decoding", count(sum("running", "decode")), `${count(sum("running", "prefill"))} in prefill · ${count(sum("waiting", "prefill"))} waiting for it`],
     ["Open requests", count(figures.open_requests), "on this gateway"],
     ["Finished", count(now.finished), `${count(now.failed)} failed, last ${age(now.window_s)}`, now.failed > 0],
   ];

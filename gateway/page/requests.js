@@ -90,12 +90,12 @@ function showWaterfall() {
     bar.style.left = `min(${(100 * start) / total}%, 100% - 2px)`;
     bar.style.width = `${(100 * length) / total}%`;
     const lane = make("div", { class: "lane" });
-    if (length > 0) lane.append(bar);
     if (request.ttft_s !== null) {
       const mark = make("u", { title: "first token" });
       mark.style.left = `${Math.min(99.8, (100 * request.ttft_s) / total)}%`;
       lane.append(mark);
     }
+    if (length > 0) lane.append(bar); // over the mark
     return make("div", { class: "span" }, make("span", {}, label), lane, make("span", { class: "num" }, seconds(length)));
   });
   const sum = make("div", { class: "span" }, make("b", {}, "total"), make("span", {}), make("b", { class: "num" }, seconds(request.total_s)));

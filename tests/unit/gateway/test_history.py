@@ -16,7 +16,7 @@ from gateway.time_slots import ClusterLoad
 from gateway.timeline import Arrival, Timeline
 from mesh.leg_timing import LegTiming
 
-IDLE = ClusterLoad(0, 0, 0, 0, 0.0)
+IDLE = ClusterLoad(0, 0, 0, 0, 0, 0.0)
 
 
 class Clock:
@@ -85,8 +85,8 @@ def test_a_sketch_never_holds_more_than_its_buckets() -> None:
 def test_series_and_summary(history: History, clock: Clock) -> None:
     history.sample(IDLE, 100.0, 50.0)  # counted before: not of this slot
     history.on_first_token(0.2)
-    history.sample(ClusterLoad(1, 2, 3, 400, 0.5), 150.0, 60.0)
-    history.sample(ClusterLoad(2, 1, 0, 100, 0.25), 200.0, 70.0)
+    history.sample(ClusterLoad(1, 2, 3, 4, 400, 0.5), 150.0, 60.0)
+    history.sample(ClusterLoad(2, 1, 0, 9, 100, 0.25), 200.0, 70.0)
     history.on_ended(ended(clock))
     history.on_ended(ended(clock, outcome="worker_lost"))
     history.on_ended(ended(clock, outcome="abort", num_tokens=1))
@@ -97,7 +97,8 @@ def test_series_and_summary(history: History, clock: Clock) -> None:
     assert series["output_tokens_per_s"] == [20.0, None]
     assert series["prompt_tokens_per_s"] == [4.0, None]
     assert series["decode_running"] == [2, None]
-    assert series["waiting"] == [3, None]
+    assert series["prefill_waiting"] == [3, None]
+    assert series["decode_waiting"] == [9, None]
     assert series["kv_used"] == [0.5, None]
     assert series["finished"] == [1, None]
     assert series["failed"] == [1, None]
