@@ -12,8 +12,9 @@ from mesh.leg_timing import LegTiming
 ARRIVAL = Arrival(100.0, 100.5, 101.0)
 PREFILL = LegTiming(queue_s=1.0, compute_s=2.0)
 DECODE = LegTiming(
-    queue_s=0.25, compute_s=0.5, kv_wait_s=0.125, kv_hidden_s=7.0, kv_exposed_s=0.125
-)
+    queue_s=0.25, compute_s=0.5, kv_wait_s=0.125, kv_hidden_s=7.0, kv_exposed_s=0.125,
+    kv_bytes=4096,
+)  # fmt: skip
 PAIR = ("d", "p")
 
 
@@ -26,14 +27,15 @@ def expect(timeline: Timeline, total_s: float, **parts: float) -> None:
 def test_both_legs_lie_in_one_window() -> None:
     timeline = Timeline(ARRIVAL)
     timeline.on_attempt(101.25, PAIR)
-    timeline.on_leg(PREFILL, 104.5)
-    timeline.on_leg(DECODE, 105.75)
+    assert not timeline.on_leg(PREFILL, 104.5)
+    assert timeline.on_leg(DECODE, 105.75)
     timeline.finish(109.0, 109.5)
     expect(
         timeline, 9.5, dispatch=0.25, queue=1.0, prefill=2.0, kv_wait=0.125, kv_exposed=0.125,
         decode_queue=0.25, decode=0.5 + 3.25, network=0.5, respond=0.5,
     )  # fmt: skip
     assert timeline.hidden_s == 7.0
+    assert timeline.kv_bytes == 4096
 
 
 def test_an_answer_of_one_token_needs_no_decode_worker() -> None:

@@ -19,7 +19,9 @@ FATES = st.lists(
 
 
 def done(member: str, token: int = 7) -> PrefillDone:
-    return PrefillDone(transfer_id=member, first_token_id=token, finished=False, num_chunks=1)
+    return PrefillDone(
+        transfer_id=member, first_token_id=token, finished=False, num_chunks=1, num_bytes=100
+    )
 
 
 def events_of(member: str, fate: str) -> list[ReceiverEvent]:
@@ -62,6 +64,7 @@ def test_any_order_of_endings(fates: list[str], order: object, cancel_after: int
         assert set(fates) in ({"commit"}, {"commit other token"})
         assert (heard, cancelled) == ([heard[-1]], [])
         assert heard[-1].transfer_id == "t"
+        assert heard[-1].done.num_bytes == 100 * len(members)
         assert group.state is GroupState.COMMITTED
     else:
         assert heard[-1] == BlocksReleased("t", BLOCKS)
