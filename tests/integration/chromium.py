@@ -6,14 +6,14 @@ import asyncio
 import base64
 import itertools
 import shutil
-import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
+
+from tests.integration.loud_skip import skip_loudly
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _START_S = 30.0
@@ -113,10 +113,7 @@ def find_chromium() -> str:
     found = next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
         reason = "no Chromium is installed (Debian: apt-get install chromium)"
-        with warnings.catch_warnings():
-            warnings.simplefilter("default")
-            warnings.warn(f"the dashboard is NOT TESTED here: {reason}", stacklevel=2)
-        pytest.skip(reason)
+        skip_loudly("the dashboard is", reason)
     return found
 
 

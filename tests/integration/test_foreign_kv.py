@@ -11,7 +11,6 @@ import asyncio
 import os
 import random
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import aiohttp
 import pytest
 
 from tests.integration import network
+from tests.integration.loud_skip import skip_loudly
 from tests.integration.network import Network
 from tests.integration.reference import MARGIN, Reference
 from tests.integration.running_cluster import RunningCluster, ask, stream
@@ -48,8 +48,7 @@ pytestmark = pytest.mark.timeout(90 + 2 * _NUM_ROUNDS)
 def net() -> Iterator[Network]:
     """Two prefill workers behind slow links."""
     if reason := network.missing():
-        warnings.warn(UserWarning(f"foreign KV is NOT TESTED here: {reason}"), stacklevel=1)
-        pytest.skip(reason)
+        skip_loudly("foreign KV is", reason)
     made = Network(nodes(_WORKERS))
     yield made
     made.close()

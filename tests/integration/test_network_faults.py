@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ import pytest
 
 from tests.integration import network
 from tests.integration.faults import FAULTS, LEASE_S, SLOW_MBIT_S, Fault, Moment
+from tests.integration.loud_skip import skip_loudly
 from tests.integration.network import Network
 from tests.integration.reference import MARGIN, Reference
 from tests.integration.running_cluster import RunningCluster
@@ -64,8 +64,7 @@ def site(
 ) -> Iterator[Site]:
     """One process per node, over the transport that is the parameter."""
     if reason := network.missing():
-        warnings.warn(UserWarning(f"network faults are NOT TESTED here: {reason}"), stacklevel=1)
-        pytest.skip(reason)
+        skip_loudly("network faults are", reason)
     net = Network(nodes())
     roles: SeparateRoles | None = None
     try:
