@@ -38,6 +38,8 @@ LATE_CHUNKS_S = 2.0
 """After P's last word, how long its chunk headers may still be on their way."""
 MAX_POLL_ROUNDS = 16
 """Of arrivals in one poll: what arrived is checked before more is taken, while it is hot."""
+MAX_POLL_S = 0.005
+"""Then leases and the rest of the control loop get their turn."""
 MAX_CODE = 64
 MAX_TEXT = 512
 """A peer's words go into logs and to clients."""
@@ -227,11 +229,12 @@ class TransferReceiver:
     # ------------------------------------------------------------------ data
 
     def _take_arrivals(self) -> None:
+        until_s = self._clock() + MAX_POLL_S
         for _ in range(MAX_POLL_ROUNDS):
             arrivals = self._transport.poll_arrivals()
             for arrival in arrivals:
                 self._on_chunk(arrival)
-            if not arrivals:
+            if not arrivals or self._clock() >= until_s:
                 break
 
     def _on_chunk(self, arrival: Arrival) -> None:
