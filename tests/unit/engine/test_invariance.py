@@ -48,7 +48,7 @@ def _logits(
     rows: list[torch.Tensor] = []
     forward = engine.model.forward
 
-    def capture(batch: BatchInputs) -> torch.Tensor:
+    def capture(batch: BatchInputs, on_kv_written: object) -> torch.Tensor:
         logits = forward(batch)
         for index, row in enumerate(batch.sample_rows):
             sequence = int((batch.query_starts <= row).nonzero()[0][-1])
