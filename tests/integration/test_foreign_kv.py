@@ -24,6 +24,7 @@ from tests.integration.network import Network
 from tests.integration.reference import MARGIN, Reference
 from tests.integration.running_cluster import RunningCluster, ask, stream
 from tests.integration.separate_roles import SeparateRoles, nodes
+from tests.integration.up_process import wait_until
 
 _NUM_ROUNDS = int(os.environ.get("PDMESH_FOREIGN_KV_ROUNDS", "30"))
 _NUM_PROMPTS = 6
@@ -122,6 +123,9 @@ async def test_freed_blocks_hold_nothing_foreign(
     try:
         with net.entered("gateway"):
             cluster = RunningCluster(roles)
+            # Ready with one prefill worker: the census to come back to has both.
+            wait_until(lambda: len(cluster.census()) == len(_WORKERS), 30)
+            cluster.start_census = cluster.census()
             expected: dict[tuple[int, ...], list[int]] = {}
             for first in range(0, len(text_ids), _TOKENS):
                 prompt = text_ids[first : first + _TOKENS]
