@@ -7,13 +7,11 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from gateway.agent_endpoint import AgentEndpoint
 from gateway.answer import Answer, Prompt
-from gateway.answer_parts import AnswerParts
+from gateway.answer_parts import Part
 from gateway.chat import chat_tokens
-from gateway.choice import Delta
 from gateway.client_writer import send_json
-from gateway.conversation import FieldNames
-from gateway.endpoint import Endpoint
 from gateway.frontend import FRONTEND, Frontend
 from gateway.message_object import MessageEvents, MessageObject
 from gateway.messages_input import messages_to_chat
@@ -50,16 +48,15 @@ async def count_tokens(http_request: web.Request) -> web.StreamResponse:
         return await send_json(http_request, orjson.dumps({"input_tokens": len(ids)}))
 
 
-class MessagesEndpoint(Endpoint[ChatRequest]):
+class MessagesEndpoint(AgentEndpoint):
     """A chat request in the Messages API's form."""
 
     _request: MessagesRequest
-    _names: FieldNames
 
     def decode(self, body: bytes) -> ChatRequest:
         """See ``Endpoint``."""
         self._request = decode_messages_request(body)
-        chat, self._names = messages_to_chat(self._request)
+        chat, self.names = messages_to_chat(self._request)
         return chat
 
     async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
@@ -73,22 +70,9 @@ class MessagesEndpoint(Endpoint[ChatRequest]):
         """See ``Endpoint``."""
         return MessageEvents(self._message(frontend, answer))
 
-    def whole(
-        self,
-        frontend: Frontend,
-        request: ChatRequest,
-        answer: Answer,
-        deltas: list[list[Delta]],
-    ) -> dict[str, Any]:
-        """See ``Endpoint``."""
-        parts = AnswerParts()
-        for delta in deltas[0]:
-            parts.add(delta)
-        return self._message(frontend, answer).whole(parts.parts)
-
-    def rename(self, error: InvalidRequest) -> None:
-        """See ``Endpoint``."""
-        self._names.rename(error)
+    def body(self, frontend: Frontend, answer: Answer, parts: list[Part]) -> dict[str, Any]:
+        """See ``AgentEndpoint``."""
+        return self._message(frontend, answer).whole(parts)
 
     def _message(self, frontend: Frontend, answer: Answer) -> MessageObject:
         return MessageObject(answer, model=frontend.model.name, max_tokens=self._request.max_tokens)

@@ -21,11 +21,11 @@ from gateway.messages_schema import (
 from gateway.schema import ChatRequest, check_together
 from gateway.structured_fields import JsonSchemaFormat, ResponseFormat
 from gateway.tool_fields import (
-    FunctionDefinition,
     FunctionName,
     NamedToolChoice,
     Tool,
     ToolChoice,
+    function_tool,
 )
 from mesh.errors import InvalidRequest
 
@@ -108,15 +108,7 @@ def _tools(request: CountTokensRequest, names: FieldNames) -> list[Tool] | None:
         names.add(f"tools[{index}].function", f"tools[{index}]")
         names.add(f"tools[{index}].function.parameters", f"tools[{index}].input_schema")
     return [
-        Tool(
-            type="function",
-            function=FunctionDefinition(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.input_schema,
-                strict=tool.strict,
-            ),
-        )
+        function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
         for tool in request.tools
     ]
 

@@ -12,7 +12,13 @@ from gateway.responses_schema import (
 )
 from gateway.schema import ChatRequest, check_together
 from gateway.structured_fields import JsonSchemaFormat, ResponseFormat
-from gateway.tool_fields import FunctionDefinition, FunctionName, NamedToolChoice, Tool, ToolChoice
+from gateway.tool_fields import (
+    FunctionName,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+    function_tool,
+)
 from mesh.errors import InvalidRequest
 
 _NAMES = {
@@ -92,15 +98,7 @@ def _tools(request: ResponsesRequest, names: FieldNames) -> list[Tool] | None:
     for index in range(len(request.tools)):
         names.add(f"tools[{index}].function", f"tools[{index}]")
     return [
-        Tool(
-            type="function",
-            function=FunctionDefinition(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.parameters,
-                strict=tool.strict,
-            ),
-        )
+        function_tool(tool.name, tool.description, tool.parameters, tool.strict)
         for tool in request.tools
     ]
 

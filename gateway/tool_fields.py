@@ -31,6 +31,16 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function: FunctionDefinition
 
 
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
+) -> Tool:
+    """The tool that other APIs describe by these fields."""
+    function = FunctionDefinition(
+        name=name, description=description, parameters=parameters, strict=strict
+    )
+    return Tool(type="function", function=function)
+
+
 class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Names one of the functions."""
 

@@ -1,0 +1,41 @@
+"""What the APIs for agents share: one answer in parts, errors that name the client's fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.answer import Answer
+from gateway.answer_parts import AnswerParts, Part
+from gateway.choice import Delta
+from gateway.conversation import FieldNames
+from gateway.endpoint import Endpoint
+from gateway.frontend import Frontend
+from gateway.schema import ChatRequest
+from mesh.errors import InvalidRequest
+
+
+class AgentEndpoint(Endpoint[ChatRequest]):
+    """A chat request in another API's form; ``decode`` sets ``names``."""
+
+    names: FieldNames
+
+    def whole(
+        self,
+        frontend: Frontend,
+        request: ChatRequest,
+        answer: Answer,
+        deltas: list[list[Delta]],
+    ) -> dict[str, Any]:
+        """See ``Endpoint``."""
+        parts = AnswerParts()
+        for delta in deltas[0]:
+            parts.add(delta)
+        return self.body(frontend, answer, parts.parts)
+
+    def body(self, frontend: Frontend, answer: Answer, parts: list[Part]) -> dict[str, Any]:
+        """The whole answer as the client gets it."""
+        raise NotImplementedError
+
+    def rename(self, error: InvalidRequest) -> None:
+        """See ``Endpoint``."""
+        self.names.rename(error)
