@@ -31,7 +31,6 @@ class Route:
 
     receiver_id: str
     address: bytes
-    epoch: int
     connection: Connection | None = None
     num_bytes_in_flight: int = 0
 
@@ -61,10 +60,10 @@ class ChunkWriter:
         """The current way to a receiver, if it granted anything yet."""
         return self._routes.get(receiver_id)
 
-    def set_route(self, receiver_id: str, address: bytes, epoch: int) -> None:
+    def set_route(self, receiver_id: str, address: bytes) -> None:
         """Start using an address; closes the connection to an earlier one."""
         self.drop_route(receiver_id)
-        self._routes[receiver_id] = Route(receiver_id, address, epoch)
+        self._routes[receiver_id] = Route(receiver_id, address)
 
     def drop_route(self, receiver_id: str) -> None:
         """Tear the connection down: none of its writes is in flight afterwards."""

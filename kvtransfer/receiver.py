@@ -294,7 +294,7 @@ class TransferReceiver:
         if isinstance(message, PrefillDone) and incoming.heard_done_s is None:
             incoming.heard_done_s = self._clock()
         if isinstance(message, PrefillDone) and not message.is_quiet:
-            if incoming.state is ReceiveState.GRANTED:
+            if incoming.state is ReceiveState.GRANTED and not incoming.is_quiet:
                 incoming.announced = message
                 self._commit_if_complete(incoming)
             return
@@ -312,8 +312,8 @@ class TransferReceiver:
                 self._release(incoming, ReceiveTrigger.FINAL_WORD)
             elif message.finished:
                 self._commit(incoming, message)
-            elif incoming.done is None:
-                incoming.done = incoming.announced = message
+            elif not incoming.is_quiet:
+                incoming.announced = message
                 incoming.lease = Lease.start(min(self._lease_s, LATE_CHUNKS_S), self._clock())
                 self._take_arrivals()
                 if incoming.state is ReceiveState.GRANTED:
@@ -333,7 +333,7 @@ class TransferReceiver:
         elif incoming.state is ReceiveState.GRANTED:
             cancel = TransferCancel(transfer_id=incoming.transfer_id)
             self._outbox.post(incoming.sender.worker_id, cancel)
-            if incoming.done is not None:
+            if incoming.is_quiet:
                 self._release(incoming, ReceiveTrigger.FINAL_WORD)
             else:
                 incoming.move(ReceiveTrigger.ABANDON)
@@ -357,7 +357,7 @@ class TransferReceiver:
                 self._report(incoming, code, reason or f"the sender {peer_id} was fenced off")
             if incoming.state is ReceiveState.OPENING:
                 self._release(incoming, ReceiveTrigger.ABANDON)
-            elif incoming.done is not None:
+            elif incoming.is_quiet:
                 self._release(incoming, ReceiveTrigger.FINAL_WORD)
             else:
                 incoming.move(ReceiveTrigger.FENCE)
@@ -397,7 +397,7 @@ class TransferReceiver:
                 self._send_grant(incoming)
         elif is_expired and state is ReceiveState.CANCELLING:
             self._fence(incoming.sender.worker_id, "peer_fenced")
-        elif is_expired and incoming.done is not None:
+        elif is_expired and incoming.is_quiet:
             self._fail(incoming, "incomplete", "blocks are missing after the sender's last word")
         elif is_expired:
             self._fail(incoming, "lease_expired", "the sender gave no sign of life")

@@ -87,8 +87,6 @@ class Incoming:
     chunk_seqs: set[int] = field(default_factory=set)
     announced: PrefillDone | None = None
     """P has written everything, if not all of it has arrived."""
-    done: PrefillDone | None = None
-    """P has no write in flight."""
     heard_done_s: float | None = None
     """When the first word of either kind came."""
     settle_at_s: float | None = None
@@ -97,6 +95,11 @@ class Incoming:
     def move(self, trigger: ReceiveTrigger) -> None:
         """Take one transition; raises IllegalTransition."""
         self.state = RECEIVE_TRANSITIONS.next(self.state, trigger)
+
+    @property
+    def is_quiet(self) -> bool:
+        """P has no write in flight."""
+        return self.announced is not None and self.announced.is_quiet
 
     @property
     def is_complete(self) -> bool:

@@ -282,7 +282,7 @@ class TransferSender:
             self._drop_peer(
                 outgoing.receiver_id, "superseded", "the receiver replaced its endpoint", outgoing
             )
-        self._writer.set_route(outgoing.receiver_id, grant.address, grant.epoch)
+        self._writer.set_route(outgoing.receiver_id, grant.address)
 
     # ------------------------------------------------------------------ progress
 
