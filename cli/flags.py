@@ -104,7 +104,7 @@ _ENGINE_FLAGS = (
         "kv_wire",
         str,
         "KIND",
-        "int8: compress KV between hosts, for slow links (default: as it is)",
+        "int8: compress all KV on its way, for slow links (default: as it is)",
         KV_WIRES,
     ),
     _Flag("threads", int, "THREADS", "compute threads of one worker; 0: all cores, shared"),

@@ -131,7 +131,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the layers in which KV leaves a prefill worker while a chunk is computed; it must
     divide the model's layers."""
     kv_wire: KVWire = ""
-    """``int8``: compress KV on its way between hosts, for links slower than that takes."""
+    """``int8``: compress KV on its way, within a host too, for links slower than that takes."""
     threads: int = 0
     """Compute threads; 0: the cores it may use, shared with the workers of ``cores_file``."""
     cores_file: str = ""
