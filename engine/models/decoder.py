@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.backends.base import Backend, Embedding, Linear, QKNorm, RopeTable
+from engine.backends.base import Backend, Embedding, Linear, QKNorm, RopeTable, StepInputs
 from engine.batch import BatchInputs
 from engine.model_config import ModelConfig, inv_freq
 from engine.models.mlp import GatedMlp, MoeMlp, WrapLinear
@@ -123,10 +123,15 @@ class Decoder:
 
         ``on_kv_written`` is called with each layer's index once the batch's KV of it is in place.
         """
+        return self.compute(self._backend.begin_step(batch), on_kv_written)
+
+    def compute(
+        self, step: StepInputs, on_kv_written: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """``forward`` of a step that the backend has begun."""
         backend, config = self._backend, self.config
         eps = config.rms_norm_eps
-        step = backend.begin_step(batch)
-        residual = self._embed(torch.from_numpy(batch.token_ids))
+        residual = self._embed(step.token_ids)
         if config.embedding_scale != 1.0:
             residual *= config.embedding_scale
         hidden = backend.rms_norm(residual, self._layers[0].attention_norm, eps)
@@ -147,7 +152,7 @@ class Decoder:
             if index < last:
                 norm = self._layers[index + 1].attention_norm
                 hidden = backend.add_rms_norm(branch, residual, norm, eps)
-        rows = torch.from_numpy(batch.sample_rows)
+        rows = step.sample_rows
         hidden = backend.add_rms_norm(branch[rows], residual[rows], self._norm, eps)
         return self._head(hidden)
 

@@ -15,10 +15,19 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from engine.backends.base import Backend, Embedding, KVCacheSpec, Linear, QKNorm, RopeTable
+from engine.backends.base import (
+    Backend,
+    Embedding,
+    KVCacheSpec,
+    Linear,
+    QKNorm,
+    RopeTable,
+    StepSizes,
+)
 from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
 from engine.models.decoder import Decoder
+from engine.step_runner import StepRunner
 
 
 @dataclass(slots=True)
@@ -126,6 +135,7 @@ class _RangedBackend:
         self._log = log
         self._batch: BatchInputs | None = None
         self.device = backend.device
+        self.kv_layout = backend.kv_layout
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return self._backend.linear(weight, bias)
@@ -137,6 +147,9 @@ class _RangedBackend:
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> Any:
         return self._backend.allocate_kv_cache(spec)
+
+    def step_runner(self, sizes: StepSizes) -> StepRunner:
+        return self._backend.step_runner(sizes)
 
     def begin_step(self, batch: BatchInputs) -> Any:
         self._batch = batch

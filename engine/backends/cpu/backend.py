@@ -9,7 +9,15 @@ import numba
 import numpy as np
 import torch
 
-from engine.backends.base import Embedding, KVCacheSpec, KVMemory, Linear, QKNorm, RopeTable
+from engine.backends.base import (
+    Embedding,
+    KVCacheSpec,
+    KVMemory,
+    Linear,
+    QKNorm,
+    RopeTable,
+    StepSizes,
+)
 from engine.backends.cpu import elementwise, kv_store
 from engine.backends.cpu.attention import AttentionTiles, paged_attention, plan_tiles
 from engine.backends.cpu.core_share import CoreShare
@@ -17,6 +25,7 @@ from engine.backends.cpu.float32_linear import Float32Embedding, Float32Linear
 from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLinear, pack
 from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
+from engine.step_runner import HostRunner, StepRunner
 
 WeightScheme = Literal["fp32", "int8", "int4"]
 _BITS = {"int8": 8, "int4": 4}
@@ -30,6 +39,8 @@ class CpuStep:
 
     batch: BatchInputs
     tiles: AttentionTiles
+    token_ids: torch.Tensor
+    sample_rows: torch.Tensor
 
 
 class CpuBackend:
@@ -39,6 +50,7 @@ class CpuBackend:
     """
 
     device = torch.device("cpu")
+    kv_layout = "block-layer-kv-head/2"
 
     def __init__(self, weights: WeightScheme, num_threads: int | CoreShare) -> None:
         """Prepare; ``num_threads`` is fixed, or asked for at every step."""
@@ -72,6 +84,10 @@ class CpuBackend:
         memory, self._kv = kv_store.allocate(spec)
         return memory
 
+    def step_runner(self, sizes: StepSizes) -> StepRunner:
+        """See Backend."""
+        return HostRunner()
+
     def begin_step(self, batch: BatchInputs) -> CpuStep:
         """Choose the threads, and cut the step's attention into tiles, once for all layers."""
         share = self._num_threads
@@ -80,7 +96,12 @@ class CpuBackend:
         numba.set_num_threads(min(num_threads, _MOST_THREADS))
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
-        return CpuStep(batch, plan_tiles(batch, self._view.values.shape[2], num_threads))
+        return CpuStep(
+            batch,
+            plan_tiles(batch, self._view.values.shape[2], num_threads),
+            torch.from_numpy(batch.token_ids),
+            torch.from_numpy(batch.sample_rows),
+        )
 
     def rest(self) -> None:
         """See Backend."""
