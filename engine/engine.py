@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.backends.base import Backend, KVCacheSpec, StepSizes
+from engine.backends.base import Backend, KVCacheSpec, KVDtype, StepSizes
 from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.constrainer import Constrainer
@@ -114,7 +114,7 @@ class Engine:
         with source:
             self.model = Decoder(self.model_config, source, backend, max_model_len)
             weights_hash = source.content_hash()
-        self.kv_spec = _kv_spec(config, self.model_config)
+        self.kv_spec = _kv_spec(config, self.model_config, backend.default_kv_dtype)
         self._backend = backend
         num_blocks = self.kv_spec.num_blocks + config.num_staging_blocks
         self.kv_memory = backend.allocate_kv_cache(replace(self.kv_spec, num_blocks=num_blocks))
@@ -293,15 +293,14 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position_embeddings
 
 
-def _kv_spec(config: WorkerConfig, model: ModelConfig) -> KVCacheSpec:
-    dtype = config.kv_dtype
+def _kv_spec(config: WorkerConfig, model: ModelConfig, default_dtype: KVDtype) -> KVCacheSpec:
     spec = KVCacheSpec(
         num_blocks=config.kv_blocks or 1,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         block_size=config.block_size,
         head_dim=model.head_dim,
-        dtype=("fp32" if config.weights == "fp32" else "fp16") if dtype == "auto" else dtype,
+        dtype=default_dtype if config.kv_dtype == "auto" else config.kv_dtype,
     )
     if config.kv_blocks:
         return spec

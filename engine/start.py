@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.warm_up import warm_up
 from engine.weights import open_model
 from mesh.config import WorkerConfig
+from mesh.errors import ConfigError
 from mesh.model_files import resolve_model
 
 _INT4_BELOW_BITS = 5.25
@@ -80,10 +81,13 @@ def weight_scheme(config: WorkerConfig) -> WeightScheme:
     """The configured scheme, or what holds the file's own precision.
 
     Raises:
-        ConfigError: the model is unusable.
+        ConfigError: the model is unusable, or a CPU does not compute with the scheme.
     """
-    if config.weights != "auto":
-        return config.weights
+    match config.weights:
+        case "bf16" | "fp16" | "w8a8":
+            raise ConfigError(f"weights: {config.weights} needs a GPU")
+        case "fp32" | "int8" | "int4":
+            return config.weights
     _, source = open_model(resolve_model(config.model))
     with source:
         return "int4" if source.bits_per_weight() < _INT4_BELOW_BITS else "int8"

@@ -103,6 +103,11 @@ class KVMemory:
     mapping: SharedMapping | None
     """What it lies in, so that workers of this host can map it; None for device memory."""
 
+    @property
+    def buffer(self) -> Any:
+        """``raw`` as a transfer takes it: a buffer, or what has ``__cuda_array_interface__``."""
+        return self.raw.numpy() if self.raw.device.type == "cpu" else self.raw
+
 
 class StepInputs(Protocol):
     """A begun step: what the model reads of it; attention's metadata is the backend's own."""
@@ -132,8 +137,15 @@ class Backend(Protocol):
     """Ops of a decoder-only transformer over a paged KV cache."""
 
     device: torch.device
+    has_attention_softcap: bool
+    """Whether ``paged_attention`` can cap logits."""
     kv_layout: str
     """Names how KV lies in a block: workers exchange blocks only where these are equal."""
+
+    @property
+    def default_kv_dtype(self) -> KVDtype:
+        """What the KV cache holds where nothing else is asked for."""
+        ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Take a [out, in] float32 weight over into the device's stored form."""
@@ -186,11 +198,13 @@ class Backend(Protocol):
         ...
 
     def paged_attention(
-        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: Any
-    ) -> torch.Tensor:
+        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: Any,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:  # fmt: skip
         """Causal attention of every token over its sequence's cache; [T, Hq * D].
 
-        A token sees the last ``window`` positions, itself included; 0 is unlimited.
+        A token sees the last ``window`` positions, itself included; 0 is unlimited. With
+        ``softcap`` logits become ``softcap * tanh(logits / softcap)``.
         """
         ...
 

@@ -12,6 +12,7 @@ import torch
 from engine.backends.base import (
     Embedding,
     KVCacheSpec,
+    KVDtype,
     KVMemory,
     Linear,
     QKNorm,
@@ -50,6 +51,7 @@ class CpuBackend:
     """
 
     device = torch.device("cpu")
+    has_attention_softcap = False
     kv_layout = "block-layer-kv-head/2"
 
     def __init__(self, weights: WeightScheme, num_threads: int | CoreShare) -> None:
@@ -57,6 +59,11 @@ class CpuBackend:
         self._weights = weights
         self._num_threads = num_threads
         self._kv: kv_store.KVView | None = None
+
+    @property
+    def default_kv_dtype(self) -> KVDtype:
+        """See Backend."""
+        return "fp32" if self._weights == "fp32" else "fp16"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Take a [out, in] float32 weight over, quantised if the scheme says so."""
@@ -140,9 +147,11 @@ class CpuBackend:
         )  # fmt: skip
 
     def paged_attention(
-        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: CpuStep
-    ) -> torch.Tensor:
+        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: CpuStep,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:  # fmt: skip
         """See Backend."""
+        assert not softcap, "refused by name before"
         kv = self._view
         _, _, num_kv_heads, _, head_dim = kv.values.shape
         out = torch.empty(qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads * head_dim)

@@ -15,6 +15,7 @@ from engine.batch import BatchInputs
 from engine.engine import Engine
 from engine.sequence import Sequence
 from mesh.config import WorkerConfig
+from mesh.errors import ConfigError
 from mesh.messages import SamplingParams
 
 _SHAPE: dict[str, Any] = {
@@ -151,3 +152,23 @@ def test_kv_dtypes_stay_close_to_fp32(dtype: str, bound: float, tmp_path: Path) 
     }
     error = (logits[dtype] - logits["fp32"]).abs().max() / logits["fp32"].abs().max()
     assert 0 < error < bound
+
+
+def test_final_logits_are_capped(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    config = transformers.Gemma3TextConfig(**_SHAPE, final_logit_softcapping=5.0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(3, 320, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1]
+    assert 4.0 < expected.abs().max() <= 5.0
+    logits = _last_logits(_engine(tmp_path), prompt)[0]
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+
+
+def test_an_attention_softcap_is_refused_by_name(tmp_path: Path) -> None:
+    config = transformers.Gemma3TextConfig(**_SHAPE, attn_logit_softcapping=5.0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="attention logit softcap is not supported on a cpu"):
+        _engine(tmp_path)
