@@ -75,8 +75,7 @@ def kv_view(pool: torch.Tensor, spec: KVCacheSpec) -> KVView:
     heads = (spec.num_blocks, spec.num_layers, 2, spec.num_kv_heads)
     num_elements = spec.block_size * spec.head_dim
     elements = pool.view(ELEMENT_DTYPES[spec.dtype]).view(*heads, -1)[..., :num_elements]
-    elements = elements.unflatten(-1, (spec.block_size, spec.head_dim))
-    keys, values = elements.unbind(2)
+    keys, values = elements.view(*heads, spec.block_size, spec.head_dim).unbind(2)
     if spec.dtype != "int8":
         return KVView(keys, values, None, None)
     scales = pool.view(torch.float32).view(*heads, -1)[..., -spec.block_size :]
