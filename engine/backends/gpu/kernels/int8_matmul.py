@@ -84,4 +84,4 @@ def variants() -> list[Variant]:
     ]
 
 
-__all__ = ["int8_matmul", "pack", "quantise", "reference", "variants"]
+__all__ = ["int8_matmul", "pack", "quantise", "reference", "unpack", "variants"]
