@@ -14,9 +14,14 @@ from engine.backends.gpu import tuning
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
-    tuning._table.cache_clear()
+    clear_caches()
     yield tmp_path
+    clear_caches()
+
+
+def clear_caches() -> None:
     tuning._table.cache_clear()
+    tuning.config_of_card.cache_clear()
 
 
 def entry(block: int, **when: object) -> dict[str, object]:
@@ -44,6 +49,16 @@ def test_a_card_overrides_only_what_its_table_has(tables: Path) -> None:
     assert block_of("nvidia_x1", m=1) == 2
     assert block_of("nvidia_x1", m=2) == 1
     assert block_of("nvidia_x2", m=1) == 1
+
+
+def test_an_entry_may_be_for_some_capabilities(tables: Path) -> None:
+    entries = [entry(1, capability=[90, 99]), entry(2)]
+    (tables / "default.json").write_text(json.dumps({"matmul": entries}))
+    with tuning.compiling_for(90):
+        assert tuning.launch_config("matmul").meta["BLOCK"] == 1
+    with tuning.compiling_for(80):
+        assert tuning.launch_config("matmul").meta["BLOCK"] == 2
+    assert block_of(None) == 2
 
 
 def test_an_unknown_kernel_is_a_key_error() -> None:
