@@ -101,7 +101,7 @@ class GpuBackend:
             )
             for batch in range(sizes.num_sequences + 1)
         ]
-        return GpuRunner(self._device, self._inputs, sizes)
+        return GpuRunner(self._device, self._inputs, sizes, block_size)
 
     def begin_step(self, batch: BatchInputs) -> GpuStep:
         """See Backend; begins the copies to the device, waits for none."""

@@ -24,6 +24,8 @@ class Device(Protocol):
     """Where kernels run. Work is launched from one thread, and runs in the order of its launch."""
 
     torch_device: torch.device
+    compiles: bool
+    """Whether the first launch of a kind takes seconds."""
 
     @property
     def num_processors(self) -> int:
@@ -49,6 +51,8 @@ class Device(Protocol):
 
 class CudaDevice:
     """Implements ``Device`` on the current stream of one GPU."""
+
+    compiles = True
 
     def __init__(self, index: int = 0) -> None:
         """Make the GPU the calling thread's current one."""
@@ -103,6 +107,7 @@ class HostDevice:
     """Implements ``Device`` with CPU tensors: launching is computing."""
 
     torch_device = torch.device("cpu")
+    compiles = False
     num_processors = 4
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
