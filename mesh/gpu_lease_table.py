@@ -16,13 +16,12 @@ from typing import Any
 
 from redis import Redis
 
-MAX_SLOTS = 8
-"""Most workers on one GPU."""
+from mesh.config import MAX_GPU_SLOTS
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_VALUE_BYTES = 256
 
-# KEYS: MAX_SLOTS of each GPU. ARGV: our value, its life in ms, MAX_SLOTS, our slots, epoch and id.
+# KEYS: all slots of each GPU. ARGV: our value, its life in ms, slots of a GPU, ours, epoch and id.
 # Answers the keys taken, or '' and the value that is in the way. A key with our id is ours,
 # whatever earlier start wrote it.
 _TAKE = """
@@ -113,7 +112,7 @@ class GpuLeaseTable:
         for i, value in enumerate(values):
             holder = None if value is None else _parse(value)
             if holder is not None and holder.worker_id != self.holder.worker_id:
-                found[uuids[i // MAX_SLOTS]].append(holder)
+                found[uuids[i // MAX_GPU_SLOTS]].append(holder)
         return found
 
     def num_holders(self, held: Mapping[str, Sequence[Holder]]) -> dict[str, int]:
@@ -132,7 +131,7 @@ class GpuLeaseTable:
             None; or who holds one of them, in which case nothing has changed.
         """
         holder = self.holder
-        arguments: list[str | int] = [holder.value, self._life_ms, MAX_SLOTS, holder.slots,
+        arguments: list[str | int] = [holder.value, self._life_ms, MAX_GPU_SLOTS, holder.slots,
                      f"{holder.epoch:020d}", holder.worker_id]  # fmt: skip
         keys = [key for uuid in uuids for key in self._keys(uuid)]
         answer: Any = self._take(keys=keys, args=arguments)
@@ -147,7 +146,7 @@ class GpuLeaseTable:
             self._release(keys=keys, args=[self.holder.value])
 
     def _keys(self, uuid: str) -> list[str]:
-        return [f"pdmesh:gpu:{{{self._host}}}:{uuid}:{slot}" for slot in range(MAX_SLOTS)]
+        return [f"pdmesh:gpu:{{{self._host}}}:{uuid}:{slot}" for slot in range(MAX_GPU_SLOTS)]
 
 
 def _parse(value: bytes) -> Holder:
