@@ -21,6 +21,7 @@ from mesh.messages import (
     LoadSnapshot,
     StatusReply,
     StatusRequest,
+    WorkerGpu,
     WorkerInfo,
 )
 from mesh.model_files import resolve_model
@@ -100,14 +101,17 @@ class WorkerHost:
             kv_blocks_total=engine.kv_spec.num_blocks,
             max_num_seqs=config.max_num_seqs,
             transport=config.transport,
+            device=engine.placement.device,
+            gpus=engine.placement.worker_gpus(),
         )
+        _show_gpus(self._info.gpus)
         metrics.identify(self._info.model, config.worker_id)
         self._registration = Registration(config.redis_url, self._info, self._load)
         await self._registration.start()
         _logger.info(
-            "serving role=%s endpoint=%s transport=%s kv_blocks=%d weight_mib=%d",
-            config.role, self._info.endpoint, config.transport, self._info.kv_blocks_total,
-            engine.model.num_weight_bytes >> 20,
+            "serving role=%s endpoint=%s transport=%s device=%s kv_blocks=%d weight_mib=%d",
+            config.role, self._info.endpoint, config.transport, self._info.device,
+            self._info.kv_blocks_total, engine.model.num_weight_bytes >> 20,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -178,3 +182,13 @@ class WorkerHost:
         ):
             metrics.count_to(name, documentation, value)
         return await metrics_handler(request)
+
+
+def _show_gpus(gpus: tuple[WorkerGpu, ...]) -> None:
+    """One series a GPU, always 1; its NVLinks to the worker's GPUs in one label: ``0,450,450``."""
+    info = metrics.gauge(
+        "pdmesh:gpu_info", "A GPU of this worker.", ["uuid", "name", "memory_mib", "link_gb_s"]
+    )
+    for gpu in gpus:
+        links = ",".join(map(str, gpu.link_gb_s))
+        info.labels(gpu.uuid, gpu.name, str(gpu.memory_bytes >> 20), links).set(1)
