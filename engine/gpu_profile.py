@@ -14,10 +14,9 @@ from engine.gpu_memory import Alternative, GpuMemory, KVDemand, Share, fit_kv_bl
 from engine.largest_step import run_largest_step
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.weights.stored_size import least_weight_bytes
-from mesh.config import WorkerConfig
+from engine.weights.stored_size import MATRIX_BITS, least_weight_bytes
+from mesh.config import WEIGHTS, WorkerConfig
 
-_SCHEMES = ("fp32", "int8", "int4")
 _RANKS = (2, 4, 8)
 _MIB = 1 << 20
 
@@ -158,14 +157,15 @@ class GpuCacheSizer:
     def _alternatives(self, model: ModelConfig, spec: KVCacheSpec) -> list[Alternative]:
         """Smaller weights, and more GPUs."""
         config = self._config
-        smaller = _SCHEMES[_SCHEMES.index(config.weights) + 1 :]
+        bits = MATRIX_BITS[config.weights]
         found = [
             Alternative(
                 f"--weights {scheme}",
                 least_weight_bytes(model, scheme, config.num_gpus),
                 spec.block_bytes,
             )
-            for scheme in smaller
+            for scheme in WEIGHTS
+            if scheme != "auto" and MATRIX_BITS[scheme] < bits
         ]
         for num_ranks in _RANKS:
             if num_ranks > config.num_gpus and model.num_heads % num_ranks == 0:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from engine.device import DeviceKind, choose_device
+from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import Unavailable
 from mesh.gpu_lease import LEASE_TTL_S, GpuLease, take_gpus
@@ -50,6 +51,16 @@ class Placement:
 
 
 ON_CPU = Placement("cpu")
+
+
+def show_gpus(gpus: tuple[WorkerGpu, ...]) -> None:
+    """One series a GPU, always 1; its NVLinks to the worker's GPUs in one label: ``0,450,450``."""
+    info = metrics.gauge(
+        "pdmesh:gpu_info", "A GPU of this worker.", ["uuid", "name", "memory_mib", "link_gb_s"]
+    )
+    for gpu in gpus:
+        links = ",".join(map(str, gpu.link_gb_s))
+        info.labels(gpu.uuid, gpu.name, str(gpu.memory_bytes >> 20), links).set(1)
 
 
 async def run_placed(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from engine.engine import Engine
+from engine.placement import show_gpus
 from engine.profiling.endpoint import ProfileEndpoint
 from mesh import metrics
 from mesh.config import WorkerConfig
@@ -21,7 +22,6 @@ from mesh.messages import (
     LoadSnapshot,
     StatusReply,
     StatusRequest,
-    WorkerGpu,
     WorkerInfo,
 )
 from mesh.model_files import resolve_model
@@ -104,7 +104,7 @@ class WorkerHost:
             device=engine.placement.device,
             gpus=engine.placement.worker_gpus(),
         )
-        _show_gpus(self._info.gpus)
+        show_gpus(self._info.gpus)
         metrics.identify(self._info.model, config.worker_id)
         self._registration = Registration(config.redis_url, self._info, self._load)
         await self._registration.start()
@@ -182,13 +182,3 @@ class WorkerHost:
         ):
             metrics.count_to(name, documentation, value)
         return await metrics_handler(request)
-
-
-def _show_gpus(gpus: tuple[WorkerGpu, ...]) -> None:
-    """One series a GPU, always 1; its NVLinks to the worker's GPUs in one label: ``0,450,450``."""
-    info = metrics.gauge(
-        "pdmesh:gpu_info", "A GPU of this worker.", ["uuid", "name", "memory_mib", "link_gb_s"]
-    )
-    for gpu in gpus:
-        links = ",".join(map(str, gpu.link_gb_s))
-        info.labels(gpu.uuid, gpu.name, str(gpu.memory_bytes >> 20), links).set(1)

@@ -15,13 +15,15 @@ import pytest
 
 from cli.embedded_valkey import EmbeddedValkey
 from engine.device import choose_device, missing_for_cuda
+from engine.placement import Placement, show_gpus
+from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
 from mesh.gpu_lease_table import GpuLeaseTable, Holder, host_id
 from mesh.gpu_topology import NO_GPUS
 from mesh.redis_client import open_blocking_redis
 from tests.unit.mesh.fake_nvml import FakeGpu, FakeLink, build_fake_nvml
-from tests.unit.mesh.gpu_hosts import unlinked
+from tests.unit.mesh.gpu_hosts import bridged_a100, unlinked
 
 _ROOT = Path(__file__).parents[3]
 
@@ -185,3 +187,13 @@ def test_the_worker_commands_refuse_cuda_by_name(valkey: EmbeddedValkey, tmp_pat
     assert done.returncode == 1
     assert "pdmesh decode: error: --device: cuda, but torch " in done.stderr
     assert done.stderr.rstrip().endswith("is built without CUDA")
+
+
+def test_the_gpus_of_a_worker_are_in_its_metrics() -> None:
+    topology = bridged_a100()
+    placed = Placement("cuda", topology.subset([topology.gpus[i].uuid for i in (0, 2)]))
+    show_gpus(placed.worker_gpus())
+    assert (
+        'pdmesh:gpu_info{link_gb_s="300,0",memory_mib="81920",name="NVIDIA A100 80GB PCIe",'
+        'uuid="GPU-00000002-0000-0000-0000-000000000000"} 1.0'
+    ) in metrics.render().decode()
