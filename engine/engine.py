@@ -17,8 +17,10 @@ from engine.backends.base import Backend, KVCacheSpec
 from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.constrainer import Constrainer
+from engine.gpu_profile import GpuCacheSizer
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.placement import ON_CPU, Placement
 from engine.profiling.limits import Limits
 from engine.profiling.session import ProfileSession
 from engine.sampler import SampledToken, sample
@@ -73,19 +75,38 @@ OnLayerGroup = Callable[[list[ScheduledChunk], int], None]
 class Engine:
     """Owns the model, the KV cache and every live sequence of this worker."""
 
-    def __init__(self, config: WorkerConfig, backend: Backend) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        backend: Backend,
+        *,
+        sizer: GpuCacheSizer | None = None,
+        placement: Placement = ON_CPU,
+    ) -> None:
         """Load the model and allocate the cache.
+
+        Args:
+            config: this worker's.
+            backend: runs the model.
+            sizer: decides the number of KV blocks; None: the configuration does.
+            placement: what the backend computes on, for those who ask.
 
         Raises:
             ConfigError: the model or the cache size is unusable; says which number to change.
         """
         files = resolve_model(config.model)
         self.model_config, source = open_model(files)
+        self.placement = placement
         max_model_len = _max_model_len(config, self.model_config)
+        self.kv_spec = _kv_spec(config, self.model_config)
+        if sizer is not None:
+            sizer.check(self.model_config, self.kv_spec, max_model_len)
         with source:
             self.model = Decoder(self.model_config, source, backend, max_model_len)
             weights_hash = source.content_hash()
-        self.kv_spec = _kv_spec(config, self.model_config)
+        if sizer is not None:
+            num_blocks = sizer(self.model, self.kv_spec, max_model_len)
+            self.kv_spec = replace(self.kv_spec, num_blocks=num_blocks)
         self._backend = backend
         num_blocks = self.kv_spec.num_blocks + config.num_staging_blocks
         self.kv_memory = backend.allocate_kv_cache(replace(self.kv_spec, num_blocks=num_blocks))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import threading
 import time
 
 import msgspec
+import torch
 
+from engine.backends.base import Backend
 from engine.backends.cpu.backend import CpuBackend, WeightScheme
 from engine.backends.cpu.core_share import CoreShare
 from engine.engine import Engine
+from engine.gpu_profile import CudaMeter, GpuCacheSizer
+from engine.placement import ON_CPU, Placement
 from engine.warm_up import warm_up
 from engine.weights import open_model
 from mesh.config import WorkerConfig
+from mesh.errors import ConfigError
 from mesh.model_files import resolve_model
 
 _INT4_BELOW_BITS = 5.25
@@ -23,7 +29,7 @@ _INT4_BELOW_BITS = 5.25
 _logger = logging.getLogger(__name__)
 
 
-async def start_engine(config: WorkerConfig) -> Engine:
+async def start_engine(config: WorkerConfig, placement: Placement) -> Engine:
     """``build_engine`` beside the event loop, in a thread that ends with it.
 
     A thread that has computed keeps its OpenMP team for as long as it lives. A second team makes
@@ -45,7 +51,7 @@ async def start_engine(config: WorkerConfig) -> Engine:
 
     def build() -> None:
         try:
-            engine = build_engine(config)
+            engine = build_engine(config, placement)
         except BaseException as error:
             loop.call_soon_threadsafe(report, None, error)
         else:
@@ -55,8 +61,12 @@ async def start_engine(config: WorkerConfig) -> Engine:
     return await built
 
 
-def build_engine(config: WorkerConfig) -> Engine:
+def build_engine(config: WorkerConfig, placement: Placement = ON_CPU) -> Engine:
     """Load the model, allocate the cache and compile the kernels.
+
+    Args:
+        config: the worker's.
+        placement: what it computes on.
 
     Raises:
         ConfigError: the model or a size is unusable.
@@ -64,16 +74,38 @@ def build_engine(config: WorkerConfig) -> Engine:
     start_s = time.monotonic()
     weights = weight_scheme(config)
     config = msgspec.structs.replace(config, weights=weights)
-    share = CoreShare(config.cores_file, config.role)
-    engine = Engine(config, CpuBackend(weights, config.threads or share))
+    if placement.device == "cuda":
+        engine = _gpu_engine(config, placement)
+    else:
+        share = CoreShare(config.cores_file, config.role)
+        engine = Engine(config, CpuBackend(weights, config.threads or share))
     engine.constrainer.prepare()
     loaded_s = time.monotonic()
     warm_up(engine)
     _logger.info(
-        "model ready weights=%s load_s=%.1f warm_up_s=%.1f",
-        weights, loaded_s - start_s, time.monotonic() - loaded_s,
+        "model ready device=%s weights=%s load_s=%.1f warm_up_s=%.1f",
+        placement.device, weights, loaded_s - start_s, time.monotonic() - loaded_s,
     )  # fmt: skip
     return engine
+
+
+def _gpu_engine(config: WorkerConfig, placement: Placement) -> Engine:
+    """An engine on the first of the placement's GPUs, which CUDA is to start on here.
+
+    Raises:
+        ConfigError: the driver and torch do not go together, or the model does not fit.
+    """
+    device = torch.device("cuda:0")
+    try:
+        torch.cuda.mem_get_info(device)  # starts CUDA
+    except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device: torch {torch.__version__} cannot use CUDA: {reason}") from error
+    # Not at the top: it loads triton, which a machine without a GPU need not have.
+    module = importlib.import_module("engine.backends.gpu.backend")
+    backend: Backend = module.GpuBackend(config.weights, device)
+    return Engine(config, backend, sizer=GpuCacheSizer(config, CudaMeter(device)),
+                  placement=placement)  # fmt: skip
 
 
 def weight_scheme(config: WorkerConfig) -> WeightScheme:
