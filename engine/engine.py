@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.backends.base import Backend, KVCacheSpec
-from engine.batch import build_batch
+from engine.batch import BatchInputs, build_batch
 from engine.block_pool import BlockPool
 from engine.constrainer import Constrainer
 from engine.model_config import ModelConfig
@@ -24,6 +24,8 @@ from engine.profiling.session import ProfileSession
 from engine.sampler import SampledToken, sample
 from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Sequence
+from engine.tensor_parallel.group import TensorParallelGroup
+from engine.tensor_parallel.shard import plan_shard
 from engine.weights import open_model
 from mesh import metrics
 from mesh.config import WorkerConfig
@@ -34,6 +36,8 @@ from mesh.model_files import resolve_model
 KV_LAYOUT = "block-layer-kv-head/2"
 _MIB = 1 << 20
 _EWMA_WEIGHT = 0.2
+_COLUMN_GROUPS = {"int8": 32, "int4": 32}
+"""Inputs that share a scale, by weight scheme."""
 _STEP_TOKENS = metrics.histogram(
     metrics.ITERATION_TOKENS, "Tokens computed in a step.", buckets=metrics.TOKEN_COUNT_BUCKETS
 )
@@ -73,8 +77,10 @@ OnLayerGroup = Callable[[list[ScheduledChunk], int], None]
 class Engine:
     """Owns the model, the KV cache and every live sequence of this worker."""
 
-    def __init__(self, config: WorkerConfig, backend: Backend) -> None:
-        """Load the model and allocate the cache.
+    def __init__(
+        self, config: WorkerConfig, backend: Backend, group: TensorParallelGroup | None = None
+    ) -> None:
+        """Load the model and allocate the cache; of several ranks, this one's part of both.
 
         Raises:
             ConfigError: the model or the cache size is unusable; says which number to change.
@@ -82,10 +88,17 @@ class Engine:
         files = resolve_model(config.model)
         self.model_config, source = open_model(files)
         max_model_len = _max_model_len(config, self.model_config)
+        self.group = group = group or TensorParallelGroup()
         with source:
-            self.model = Decoder(self.model_config, source, backend, max_model_len)
+            self.shard = plan_shard(
+                self.model_config, group.rank, group.size, _COLUMN_GROUPS.get(config.weights, 1)
+            )
+            self.model = Decoder(
+                self.model_config, source, backend, max_model_len, self.shard, group
+            )
             weights_hash = source.content_hash()
-        self.kv_spec = _kv_spec(config, self.model_config)
+        spec = _kv_spec(config, self.model_config, len(self.shard.kv_heads))
+        self.kv_spec = replace(spec, num_blocks=group.least(spec.num_blocks))
         self._backend = backend
         num_blocks = self.kv_spec.num_blocks + config.num_staging_blocks
         self.kv_memory = backend.allocate_kv_cache(replace(self.kv_spec, num_blocks=num_blocks))
@@ -109,6 +122,9 @@ class Engine:
         """Measured by the first profile."""
         self._plain_model = self.model
         self._build_batch, self._sample = build_batch, sample
+        self.announce: Callable[[BatchInputs], None] | None = None
+        """Tells the other ranks what is computed next, before every forward."""
+        self.num_forwards = 0
         self.step_time_s = 0.0
         self.tokens_per_s = 0.0
         self.max_sequence_tokens = min(max_model_len, self.scheduler.max_tokens_per_sequence())
@@ -139,6 +155,9 @@ class Engine:
             sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
             on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
             self.constrainer.begin(sampled)
+            self.num_forwards += 1
+            if self.announce is not None:
+                self.announce(batch)
             logits = self.model.forward(batch, on_kv_written)
             late, failed = self.constrainer.collect(sampled)
             if late or failed:
@@ -214,12 +233,12 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position_embeddings
 
 
-def _kv_spec(config: WorkerConfig, model: ModelConfig) -> KVCacheSpec:
+def _kv_spec(config: WorkerConfig, model: ModelConfig, num_kv_heads: int) -> KVCacheSpec:
     dtype = config.kv_dtype
     spec = KVCacheSpec(
         num_blocks=config.kv_blocks or 1,
         num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         block_size=config.block_size,
         head_dim=model.head_dim,
         dtype=("fp32" if config.weights == "fp32" else "fp16") if dtype == "auto" else dtype,
@@ -235,9 +254,12 @@ def _kv_spec(config: WorkerConfig, model: ModelConfig) -> KVCacheSpec:
 
 
 def _fingerprint(model: ModelConfig, weights_hash: str, spec: KVCacheSpec) -> str:
-    """Hash of everything that must be equal for two workers to exchange KV blocks."""
+    """Hash of everything that must be equal for two workers to exchange KV blocks.
+
+    Not of the number of ranks: workers of different ones exchange heads.
+    """
     parts: list[object] = [
         PROTOCOL_VERSION, KV_LAYOUT, model, weights_hash,
-        spec.num_layers, spec.num_kv_heads, spec.block_size, spec.head_dim, spec.dtype,
+        spec.num_layers, model.num_kv_heads, spec.block_size, spec.head_dim, spec.dtype,
     ]  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
