@@ -100,6 +100,7 @@ class WorkerHost:
             kv_blocks_total=engine.kv_spec.num_blocks,
             max_num_seqs=config.max_num_seqs,
             transport=config.transport,
+            tensor_parallel=config.tensor_parallel,
         )
         metrics.identify(self._info.model, config.worker_id)
         self._registration = Registration(config.redis_url, self._info, self._load)
