@@ -25,7 +25,7 @@ from engine.sampler import SampledToken, sample
 from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Sequence
 from engine.tensor_parallel.group import TensorParallelGroup
-from engine.tensor_parallel.shard import plan_shard
+from engine.tensor_parallel.shard import ModelShard, plan_shard
 from engine.weights import open_model
 from mesh import metrics
 from mesh.config import WorkerConfig
@@ -36,8 +36,6 @@ from mesh.model_files import resolve_model
 KV_LAYOUT = "block-layer-kv-head/2"
 _MIB = 1 << 20
 _EWMA_WEIGHT = 0.2
-_COLUMN_GROUPS = {"int8": 32, "int4": 32}
-"""Inputs that share a scale, by weight scheme."""
 _STEP_TOKENS = metrics.histogram(
     metrics.ITERATION_TOKENS, "Tokens computed in a step.", buckets=metrics.TOKEN_COUNT_BUCKETS
 )
@@ -90,14 +88,12 @@ class Engine:
         max_model_len = _max_model_len(config, self.model_config)
         self.group = group = group or TensorParallelGroup()
         with source:
-            self.shard = plan_shard(
-                self.model_config, group.rank, group.size, _COLUMN_GROUPS.get(config.weights, 1)
-            )
+            self.shard = plan_shard(self.model_config, group.rank, group.size, config.weights)
             self.model = Decoder(
                 self.model_config, source, backend, max_model_len, self.shard, group
             )
             weights_hash = source.content_hash()
-        spec = _kv_spec(config, self.model_config, len(self.shard.kv_heads))
+        spec = _kv_spec(config, self.model_config, self.shard)
         self.kv_spec = replace(spec, num_blocks=group.least(spec.num_blocks))
         self._backend = backend
         num_blocks = self.kv_spec.num_blocks + config.num_staging_blocks
@@ -182,6 +178,20 @@ class Engine:
             num_tokens=num_tokens,
         )
 
+    @torch.inference_mode()
+    def follow(self, batch: BatchInputs, on_group: Callable[[int], None] | None = None) -> None:
+        """Compute this rank's part of a step that rank 0 announced.
+
+        ``on_group`` is called with the index of each group of layers whose KV is written.
+        """
+        on_kv_written = None if on_group is None else self._each_group(on_group)
+        self.model.forward(batch, on_kv_written)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @property
     def device(self) -> torch.device:
         """Where the model runs."""
@@ -200,12 +210,15 @@ class Engine:
     def _by_group(
         self, chunks: list[ScheduledChunk], on_group: OnLayerGroup
     ) -> Callable[[int], None]:
+        return self._each_group(lambda group: on_group(chunks, group))
+
+    def _each_group(self, on_group: Callable[[int], None]) -> Callable[[int], None]:
         group_size = self.model_config.num_layers // self._num_layer_groups
 
         def on_kv_written(layer: int) -> None:
             group, is_last = divmod(layer + 1, group_size)
             if is_last == 0:
-                on_group(chunks, group - 1)
+                on_group(group - 1)
 
         return on_kv_written
 
@@ -233,22 +246,24 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position_embeddings
 
 
-def _kv_spec(config: WorkerConfig, model: ModelConfig, num_kv_heads: int) -> KVCacheSpec:
+def _kv_spec(config: WorkerConfig, model: ModelConfig, shard: ModelShard) -> KVCacheSpec:
     dtype = config.kv_dtype
     spec = KVCacheSpec(
         num_blocks=config.kv_blocks or 1,
         num_layers=model.num_layers,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=len(shard.kv_heads),
         block_size=config.block_size,
         head_dim=model.head_dim,
         dtype=("fp32" if config.weights == "fp32" else "fp16") if dtype == "auto" else dtype,
     )
     if config.kv_blocks:
         return spec
-    num_blocks = config.kv_memory_mib * _MIB // spec.block_bytes
+    num_blocks = config.kv_memory_mib * _MIB // shard.size // spec.block_bytes
     if num_blocks < 1:
+        shared = f" for each of {shard.size} ranks" if shard.size > 1 else ""
         raise ConfigError(
             f"kv_memory_mib {config.kv_memory_mib} holds no block of {spec.block_bytes} bytes"
+            + shared
         )
     return replace(spec, num_blocks=num_blocks)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from kvtransfer.rank_messages import SendReport
 from mesh.config import WorkerConfig
-from mesh.service import run_service, setup_logging
+from mesh.service import process_epoch, run_service, setup_logging
 from mesh.threads import configure_threads
 
 
@@ -17,12 +18,18 @@ def run(config: WorkerConfig) -> None:
     """
     setup_logging(config.log_level, config.worker_id, config.log_format)
     configure_threads()
-    from engine.start import start_engine  # loads torch, which reads the thread settings
+    from engine.start import start_engine, start_followers  # torch reads the thread settings
     from prefill_worker.control import PrefillControl
 
     async def main(stop: asyncio.Event) -> None:
-        engine = await start_engine(config)
-        if not stop.is_set():
-            await PrefillControl(config, engine).run(stop)
+        epoch = process_epoch()
+        followers = start_followers(config, "prefill_worker.follower", SendReport, epoch)
+        try:
+            engine = await start_engine(config, followers)
+            if not stop.is_set():
+                await PrefillControl(config, engine, followers, epoch).run(stop)
+        finally:
+            if followers is not None:
+                await followers.close()
 
     run_service(main)

@@ -18,9 +18,13 @@ from engine.tensor_parallel.group import TensorParallelGroup
 from mesh.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT_S = 60.0
-"""Longest that one operation may take. A dead rank is noticed long before, by its closed sockets; a
-frozen one by this."""
+CONNECT_TIMEOUT_S = 120.0
+"""Longest until all ranks have come."""
+START_TIMEOUT_S = 3600.0
+"""Longest that one operation may take while ranks load weights and compile kernels."""
+STEP_TIMEOUT_S = 60.0
+"""The same later. A dead rank is noticed long before, by its closed sockets; a frozen one by this.
+"""
 
 
 def listen() -> socket.socket:
@@ -40,7 +44,7 @@ class DistributedGroup(TensorParallelGroup):
         *,
         listener: socket.socket | None = None,
     ) -> None:
-        """Wait until every rank has come, or ``TIMEOUT_S``.
+        """Wait until every rank has come, or ``CONNECT_TIMEOUT_S``.
 
         Args:
             rank: This process's number.
@@ -54,28 +58,35 @@ class DistributedGroup(TensorParallelGroup):
         """
         self.rank, self.size = rank, size
         self._device = device
-        timeout = datetime.timedelta(seconds=TIMEOUT_S)
+        self._timeout = datetime.timedelta(seconds=START_TIMEOUT_S)
+        timeout = datetime.timedelta(seconds=CONNECT_TIMEOUT_S)
         try:
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
                 LOOPBACK, port, size, rank == 0, timeout,
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )  # fmt: skip
-            self._group = _process_group(self._store, rank, size, device, timeout)
+            self._group = _process_group(self._store, rank, size, device, self._timeout)
             self.least(0)  # connects everyone: a missing rank is an error here, not in a step
         except RuntimeError as error:
             text = str(error).partition("\n")[0]
             raise ConfigError(f"tensor_parallel: rank {rank} of {size}: {text}") from error
 
+    def expect_steps(self) -> None:
+        self._timeout = datetime.timedelta(seconds=STEP_TIMEOUT_S)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.num_all_reduces += 1
-        self._group.allreduce([x]).wait()
+        options = dist.AllreduceOptions()
+        options.timeout = self._timeout
+        self._group.allreduce([x], options).wait()
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.num_gathers += 1
         options = dist.GatherOptions()
         options.rootRank = 0
+        options.timeout = self._timeout
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         self._group.gather([parts] if parts else [], [x], options).wait()
         return parts
@@ -83,6 +94,7 @@ class DistributedGroup(TensorParallelGroup):
     def least(self, value: int) -> int:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        options.timeout = self._timeout
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
         self._group.allreduce([tensor], options).wait()
         return int(tensor.item())

@@ -26,5 +26,8 @@ class TensorParallelGroup:
         """The smallest of the ranks' values, on every rank."""
         return value
 
+    def expect_steps(self) -> None:
+        """Everything is loaded and compiled: from now on, be less patient."""
+
     def close(self) -> None:
         """Leave; an operation of others that waits for this rank fails."""

@@ -20,6 +20,8 @@ from mesh.errors import ConfigError
 from mesh.kv_heads import Heads, heads_of_rank
 
 _EVERYTHING = slice(None)
+_COLUMN_GROUPS = {"int8": 32, "int4": 32}
+"""Consecutive inputs of a matrix that share a scale, by weight scheme."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,24 +78,26 @@ class ModelShard:
         return name.endswith(".o_proj.bias")
 
 
-def plan_shard(config: ModelConfig, rank: int, size: int, column_group: int = 1) -> ModelShard:
+def plan_shard(config: ModelConfig, rank: int, size: int, weights: str = "fp32") -> ModelShard:
     """Split a model among ``size`` ranks.
 
     Args:
         config: The model.
         rank: Whose part.
         size: Number of ranks; with 1 everything is whole.
-        column_group: Consecutive inputs of a matrix that share a scale; no split may part them.
+        weights: Their scheme: no split may part the inputs of a matrix that share a scale.
 
     Raises:
         ConfigError: something can't be divided; shows the numbers.
     """
     if size > 1:
-        _check_divisible(config, size, column_group)
+        check_divisible(config, size, weights)
     return ModelShard(config, rank, size, heads_of_rank(rank, size, config.num_kv_heads))
 
 
-def _check_divisible(config: ModelConfig, size: int, column_group: int) -> None:
+def check_divisible(config: ModelConfig, size: int, weights: str = "fp32") -> None:
+    """Whether ``size`` ranks can share the model; arguments and errors as of ``plan_shard``."""
+    column_group = _COLUMN_GROUPS.get(weights, 1)
     field = "tensor_parallel"
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:

@@ -117,21 +117,21 @@ def _packed(layer: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("shape", "size", "group", "numbers"),
+    ("shape", "size", "weights", "numbers"),
     [
-        ({"num_heads": 9, "num_kv_heads": 3}, 2, 1, "9 = 4 x 2 + 1"),
-        ({"num_heads": 12, "num_kv_heads": 3}, 2, 1, "3 KV heads"),
-        ({"intermediate_size": 97}, 2, 1, "97 = 48 x 2 + 1"),
-        ({"intermediate_size": 96}, 2, 32, "96 / 2 ranks = 48"),
-        ({"num_heads": 4, "head_dim": 16}, 4, 32, "4 heads / 4 ranks x 16 = 16"),
+        ({"num_heads": 9, "num_kv_heads": 3}, 2, "fp32", "9 = 4 x 2 + 1"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "fp32", "3 KV heads"),
+        ({"intermediate_size": 97}, 2, "fp32", "97 = 48 x 2 + 1"),
+        ({"intermediate_size": 96}, 2, "int4", "96 / 2 ranks = 48"),
+        ({"num_heads": 4, "head_dim": 16}, 4, "int8", "4 heads / 4 ranks x 16 = 16"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_numbers(
-    shape: dict[str, int], size: int, group: int, numbers: str
+    shape: dict[str, int], size: int, weights: str, numbers: str
 ) -> None:
     plain = ModelConfig.from_hf(transformers.LlamaConfig(**_SHAPE).to_dict())
     config = msgspec.structs.replace(plain, **shape)
-    plan_shard(config, 0, 1, group)
+    plan_shard(config, 0, 1, weights)
     with pytest.raises(ConfigError, match="tensor_parallel: ") as refused:
-        plan_shard(config, size - 1, size, group)
+        plan_shard(config, size - 1, size, weights)
     assert numbers in str(refused.value)

@@ -30,7 +30,7 @@ _SHAPE = {
 
 def test_the_ranks_slices_make_the_packaged_gguf_model() -> None:
     config, source = open_model(resolve_model(""))
-    shards = [ShardedSource(source, plan_shard(config, rank, 3, 32)) for rank in range(3)]
+    shards = [ShardedSource(source, plan_shard(config, rank, 3, "int8")) for rank in range(3)]
     names = [
         name
         for name, _ in expected_tensors(config)
