@@ -20,6 +20,7 @@ from cli.roles import PARENT_VARIABLE
 from cli.supervisor import Supervisor
 from mesh.config import ROLES, GatewayConfig, WorkerConfig
 from mesh.errors import ConfigError
+from mesh.messages import Role
 from mesh.model_files import resolve_model
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -67,10 +68,11 @@ class LocalCluster:
         )
         counts = {"prefill": options.prefill, "decode": options.decode}
         self.worker_configs = [
-            worker_config(local, role, f"{prefix}{role}-{i}")
+            worker_config(_of_role(local, role), role, f"{prefix}{role}-{i}")
             for role in ROLES
             for i in range(counts[role])
         ]
+        self._share_gpus(show)
         try:
             resolve_model(gateway.model)
         except ConfigError as error:
@@ -78,6 +80,23 @@ class LocalCluster:
         self._valkey: EmbeddedValkey | None = None
         self._gateway: ChildProcess | None = None
         self._workers: list[ChildProcess] = []
+
+    def _share_gpus(self, show: Callable[[str], None]) -> None:
+        """Without --gpu-slots: as many workers on a GPU as it takes for all to have one."""
+        first = self.worker_configs[0]
+        if first.gpu_slots or first.device == "cpu":
+            return
+        from cli.gpu_sharing import gpu_slots  # late: looks for a driver
+
+        try:
+            slots = gpu_slots(first, len(self.worker_configs))
+            configs = [msgspec.structs.replace(x, gpu_slots=slots) for x in self.worker_configs]
+            configs[0].validate()
+        except ConfigError as error:
+            raise flag_error(error) from error
+        self.worker_configs = configs
+        if slots > 1:
+            show(f"up to {slots} workers share a GPU and its memory")
 
     @property
     def url(self) -> str:
@@ -127,6 +146,12 @@ class LocalCluster:
             },
         )
         return ChildProcess(spec, self._run_dir)
+
+
+def _of_role(options: argparse.Namespace, role: Role) -> argparse.Namespace:
+    """The flags of ``up`` as the workers of one role have them."""
+    own = getattr(options, f"{role}_tp", 0)
+    return argparse.Namespace(**{**vars(options), "tensor_parallel": own}) if own else options
 
 
 def _join(root: str, path: str) -> str:

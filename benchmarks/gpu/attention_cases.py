@@ -162,7 +162,8 @@ def decode_case(
 
     kv_bytes = 2 * sum(lengths) * kind.num_kv_heads * cache.row_bytes
     return Case(
-        kernel="paged_decode", inputs=f"{_lengths(lengths)}, {kind.describe()}, {num_splits} splits",
+        kernel="paged_decode",
+        inputs=f"{_lengths(lengths)}, {kind.describe()}, {num_splits} splits",
         run=run, error=relative_error(run, expected), bound=_BOUNDS[kind.activation],
         num_bytes=kv_bytes + 2 * q.nbytes, target=target,
     )  # fmt: skip

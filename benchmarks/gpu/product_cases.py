@@ -44,11 +44,11 @@ def packed_case(
 ) -> Case:  # fmt: skip
     """Weights of 4 or 8 bits, activations as they are."""
     x, weight = _inputs(device, m, n, k, activation)
-    module = int4 if bits == 4 else int8
     group = _GROUP if k % _GROUP == 0 else 32
     values, scales = int4.quantise(weight, group) if bits == 4 else int8.quantise(weight)
     words = pack(values, bits)
-    product = module.int4_matmul if module is int4 else module.int8_matmul
+    product = int4.int4_matmul if bits == 4 else int8.int8_matmul
+    reference = int4.reference if bits == 4 else int8.reference
     out = poisoned(m, n, dtype=x.dtype, device=device)
     workspace = SplitWorkspace.allocate(device)
 
@@ -56,7 +56,7 @@ def packed_case(
         return product(x, words, scales, None, out=out, workspace=workspace)
 
     def expected() -> torch.Tensor:
-        return module.reference(x.double(), words, scales, None)
+        return reference(x.double(), words, scales, None)
 
     return Case(
         kernel=f"int{bits}_matmul", inputs=f"m {m}, n {n}, k {k}, {activation}",

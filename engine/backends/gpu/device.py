@@ -32,6 +32,10 @@ class Device(Protocol):
         """Streaming multiprocessors."""
         ...
 
+    def use(self) -> None:
+        """Launch what follows in the calling thread here."""
+        ...
+
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """[num_bytes] uint8 of host memory that the device copies from and to by itself."""
         ...
@@ -55,15 +59,19 @@ class CudaDevice:
     compiles = True
 
     def __init__(self, index: int = 0) -> None:
-        """Make the GPU the calling thread's current one."""
+        """One of those that CUDA sees."""
         self.torch_device = torch.device("cuda", index)
-        torch.cuda.set_device(self.torch_device)
+        self.use()
         self._graph_memory: Any = None
 
     @property
     def num_processors(self) -> int:
         """See Device."""
         return int(torch.cuda.get_device_properties(self.torch_device).multi_processor_count)
+
+    def use(self) -> None:
+        """See Device: a thread begins with the first GPU as its own."""
+        torch.cuda.set_device(self.torch_device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """See Device."""
@@ -109,6 +117,9 @@ class HostDevice:
     torch_device = torch.device("cpu")
     compiles = False
     num_processors = 4
+
+    def use(self) -> None:
+        """See Device."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """See Device."""

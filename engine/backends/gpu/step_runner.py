@@ -78,6 +78,7 @@ class GpuRunner:
     ) -> GpuComputing:  # fmt: skip
         """See StepRunner."""
         assert self._num_launched < _MOST_LAUNCHED
+        self._device.use()
         num_rows = len(sequences)
         marks: list[tuple[int, Event]] = []
         logits: torch.Tensor | None = None

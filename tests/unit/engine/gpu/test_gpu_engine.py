@@ -19,6 +19,7 @@ from engine.warm_up import warm_up
 from mesh.config import KVDtype, WorkerConfig
 from tests.unit.engine.families import random_model
 from tests.unit.engine.gpu.gpu_engines import gpu_engine, runner
+from tests.unit.engine.test_gpu_profile import Meter
 from tests.unit.engine.tiny_llama import (
     TinyLlama,
     finish_ended,
@@ -168,6 +169,16 @@ def test_warm_up_captures_and_leaves_no_trace(tiny_llama: TinyLlama) -> None:
     assert pool.num_free == pool.num_blocks
     generate(engine, new_sequence([1, 2, 3], 3))
     assert runner(engine).num_replayed == 2
+
+
+def test_the_cache_is_sized_by_the_largest_step(tiny_llama: TinyLlama) -> None:
+    meter = Meter(size=1 << 30, before=1 << 20, at_most=2 << 20)
+    engine = gpu_engine(tiny_llama.folder, meter=meter, kv_blocks=9, prepare=False)
+    assert meter.runs == 1
+    assert engine.kv_memory.raw.shape[0] == 9
+    prompt = random_prompt(30, seed=10)
+    (answer,) = generate(engine, new_sequence(prompt, 3))
+    assert answer == tiny_llama.greedy(prompt, 3)
 
 
 def test_steps_that_only_compile_leave_the_cache_alone(tiny_llama: TinyLlama) -> None:
