@@ -138,8 +138,17 @@ def table(results: Iterable[Built]) -> str:
 
 
 def listed(page: str) -> list[tuple[str, str]]:
-    """(kernel, variant) of the rows of a page's table."""
-    rows = re.findall(r"^\| (\w+) \| ([^|]+) \|", _between_marks(page)[1], re.MULTILINE)
+    """(kernel, variant) of the rows of the table on a page.
+
+    Raises:
+        ValueError: The page has no markers.
+    """
+    return rows_of(_between_marks(page)[1])
+
+
+def rows_of(table: str) -> list[tuple[str, str]]:
+    """(kernel, variant) of the rows of a table."""
+    rows = re.findall(r"^\| (\w+) \| ([^|]+) \|", table, re.MULTILINE)
     return [(kernel, variant) for kernel, variant in rows if kernel != "kernel"]
 
 
