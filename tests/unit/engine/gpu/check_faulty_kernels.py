@@ -9,5 +9,5 @@ from engine.backends.gpu import compile_check
 from tests.unit.engine.gpu import faulty_kernels
 
 sys.modules["engine.backends.gpu.kernels.faulty_kernels"] = faulty_kernels
-jobs = [job for job in compile_check.jobs_of("faulty_kernels") if job.target == 90]
+jobs = [job for job in compile_check.jobs_of("faulty_kernels") if str(job.target) == "sm_90"]
 print(json.dumps({job.variant: compile_check.build(job).faults() for job in jobs}))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends.gpu import compile_check
-from engine.backends.gpu.compile_check import Built, Job
+from engine.backends.gpu.compile_check import Built, Job, Target
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "gpu.md"
@@ -59,7 +59,7 @@ def test_faulty_kernels_are_refused() -> None:
 
 
 def test_tensor_memory_has_a_limit() -> None:
-    job = Job("matmul", "large", 100)
+    job = Job("matmul", "large", Target(100))
     assert Built(job, tensor_columns=512).faults() == []
     assert Built(job, tensor_columns=544).faults() == ["needs 544 columns of tensor memory"]
 
@@ -71,9 +71,9 @@ def test_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_table_replaces_only_what_is_between_the_marks() -> None:
-    job = Job("norm", "width 8", 80)
-    table = compile_check.table([Built(job, 30, 0, 2048), Built(Job("norm", "width 8", 90), 31)])
-    assert "| norm | width 8 | 30 / 2 | 31 / 0 | – |" in table
+    jobs = [Job("norm", "width 8", Target(capability)) for capability in (80, 90)]
+    table = compile_check.table([Built(jobs[0], 30, 0, 2048), Built(jobs[1], 31)])
+    assert "| norm | width 8 | 30 / 2 | 31 / 0 |  |" in table
     page = f"before\n{compile_check.START_MARK}\nold\n{compile_check.END_MARK}\nafter\n"
     written = compile_check.with_table(page, table)
     assert compile_check.listed(written) == [("norm", "width 8")]
