@@ -6,21 +6,31 @@ whose ``when`` holds for the call's key is taken::
     {"int4_matmul": [{"when": {"m": [1, 1]}, "meta": {"BLOCK_N": 64}, "num_warps": 4,
                       "num_stages": 3}]}
 
-A condition is a value that the key must equal, or ``[lowest, highest]`` for a number. What a card's
-table lacks comes from ``default.json``, whose entries fit the shared memory of every target of
-``compile_check`` and end in one without conditions.
+A condition is a value that the key must equal, or ``[lowest, highest]`` for a number; beside what
+the launcher names, the key has the device's ``capability`` (90 for compute capability 9.0). What a
+card's table lacks comes from ``default.json``, whose entries ``compile_check`` has built for every
+target, and end in one without conditions.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 Key = int | str
 _FOLDER = Path(__file__).parent / "tuning"
+_target: contextvars.ContextVar[tuple[int, str | None] | None] = contextvars.ContextVar(
+    "_target", default=None
+)
+
+CARD_CAPABILITIES = {"nvidia_h200": 90}
+"""Of the cards that have a table, for building its entries where the card is not."""
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,16 +52,21 @@ class _Entry(LaunchConfig, frozen=True, kw_only=True):
 _Table = dict[str, list[_Entry]]
 
 
-@functools.lru_cache(maxsize=1024)
 def launch_config(kernel: str, **key: Key) -> LaunchConfig:
-    """The entry of ``kernel`` for this card and ``key``.
+    """The entry of ``kernel`` for this device and ``key``.
 
     Raises:
         KeyError: No table has an entry for it.
     """
+    target = _target.get()
+    if target is not None:
+        return config_of_card(target[1], kernel, capability=target[0], **key)
+    if (capability := _capability()) is not None:
+        key["capability"] = capability
     return config_of_card(card(), kernel, **key)
 
 
+@functools.lru_cache(maxsize=4096)
 def config_of_card(card_name: str | None, kernel: str, **key: Key) -> LaunchConfig:
     """The entry of ``kernel`` for the named card; None: no card in particular.
 
@@ -67,6 +82,16 @@ def config_of_card(card_name: str | None, kernel: str, **key: Key) -> LaunchConf
     raise KeyError(f"no launch configuration of {kernel} for {key}")
 
 
+@contextlib.contextmanager
+def compiling_for(capability: int, card_name: str | None = None) -> Iterator[None]:
+    """Within it, ``launch_config`` answers for a device that is not here."""
+    token = _target.set((capability, card_name))
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
 @functools.cache
 def card() -> str | None:
     """Table name of the current device (``nvidia_h200``); None without a GPU."""
@@ -75,6 +100,16 @@ def card() -> str | None:
     if not torch.cuda.is_available():
         return None
     return table_name(torch.cuda.get_device_name())
+
+
+@functools.cache
+def _capability() -> int | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def table_name(device_name: str) -> str:

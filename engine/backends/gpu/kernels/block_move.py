@@ -198,7 +198,7 @@ def variants() -> list[Variant]:
     }  # fmt: skip
     found = [
         Variant(
-            name=f"block_{name}",
+            name=name,
             fn=_copy_kernel,
             signature=copy,
             constexprs={"WORDS": _WORDS, "TO_POOL": to_pool},
@@ -213,7 +213,7 @@ def variants() -> list[Variant]:
         }  # fmt: skip
         found += [
             Variant(
-                name=f"block_{name}_turned_{element}",
+                name=f"{name}, keys turned, {element}",
                 fn=_turn_kernel,
                 signature=turn,
                 constexprs={

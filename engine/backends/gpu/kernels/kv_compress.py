@@ -160,7 +160,7 @@ def variants() -> list[Variant]:
             own = {"not_finite_ptr": "*i32:16"} if name == "compress" else {}
             found.append(
                 Variant(
-                    name=f"kv_{name}_{dtype}",
+                    name=f"{name} {dtype}",
                     fn=fn,
                     signature={**signature, **own},
                     constexprs={"GROUPS": _GROUPS},

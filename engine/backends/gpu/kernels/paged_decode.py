@@ -346,9 +346,9 @@ def _variant(
     config = launch_config("paged_decode", **key)
     kv = "*i16:16" if quantised else f"*{kv_dtype}:16"
     scale_stride = "i32" if quantised else "i32:16"
-    ends = ("_cap" if softcap else "") + ("" if split else "_whole")
+    ends = (", capped" if softcap else "") + ("" if split else ", not split")
     return Variant(
-        name=f"paged_decode_{dtype}_kv_{kv_dtype}_d{head_dim}_b{block_size}{ends}",
+        name=f"{dtype}, {kv_dtype} KV, head {head_dim}, block {block_size}{ends}",
         fn=_paged_decode_kernel,
         signature={
             "q_ptr": f"*{dtype}:16", "keys_ptr": kv, "values_ptr": kv, "k_scales_ptr": "*fp32:16",
@@ -375,7 +375,7 @@ def _variant(
 
 def _combine_variant(head_dim: int) -> Variant:
     return Variant(
-        name=f"paged_decode_combine_d{head_dim}",
+        name=f"combine, head {head_dim}",
         fn=_combine_kernel,
         signature={
             "partial_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "out_ptr": "*bf16:16",

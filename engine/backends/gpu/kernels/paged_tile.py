@@ -70,13 +70,10 @@ def dot_dtype_of(activation: torch.dtype, stored: torch.dtype) -> tl.dtype:
 
     float32 where the activations are; else what the cache holds, as converting the cache costs
     more than converting queries. int8 is exact in float16, and unpacked to it in fewest steps.
-    Triton's interpreter multiplies the bits of bfloat16 as integers: there, too, it is float32.
     """
     if activation == torch.float32:
         return tl.float32
-    dtype = tl.float16 if stored == torch.int8 else _TRITON_DTYPES[stored]
-    interpreted = triton.knobs.runtime.interpret
-    return tl.float32 if interpreted and dtype == tl.bfloat16 else dtype
+    return tl.float16 if stored == torch.int8 else _TRITON_DTYPES[stored]
 
 
 def tuning_key(dot: tl.dtype, stored: torch.dtype, head_dim: int) -> dict[str, Key]:

@@ -318,11 +318,11 @@ def variants() -> list[Variant]:
         _variant("bf16", "bf16", 128, 16),
         _variant("bf16", "bf16", 128, 64),
         _variant("bf16", "bf16", 256, 128),
+        _variant("bf16", "bf16", 256, 128, capped=True, windowed=True),
         _variant("bf16", "i8", 128, 128),
         _variant("bf16", "i8", 256, 128),
         _variant("fp32", "fp32", 128, 128),
         _variant("fp32", "fp32", 256, 128),
-        _variant("fp32", "i8", 128, 128),
     ]
 
 
@@ -342,9 +342,9 @@ def _variant(
     config = launch_config("varlen_prefill", rows=rows, plain=plain, **key)
     kv = "*i16:16" if quantised else f"*{kv_dtype}:16"
     scale_stride = "i32" if quantised else "i32:16"
-    end = ("_cap" if capped else "") + ("_window" if windowed else "")
+    ends = (", capped" if capped else "") + (", window" if windowed else "")
     return Variant(
-        name=f"varlen_prefill_{dtype}_kv_{kv_dtype}_d{head_dim}_m{rows}{end}",
+        name=f"{dtype}, {kv_dtype} KV, head {head_dim}, rows {rows}{ends}",
         fn=_varlen_prefill_kernel,
         signature={
             "q_ptr": f"*{dtype}:16", "keys_ptr": kv, "values_ptr": kv, "k_scales_ptr": "*fp32:16",

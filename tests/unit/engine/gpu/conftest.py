@@ -8,3 +8,7 @@ from __future__ import annotations
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
+
+from tests.unit.engine.gpu.interpreter_bfloat16 import support_bfloat16
+
+support_bfloat16()

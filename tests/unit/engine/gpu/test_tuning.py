@@ -14,9 +14,14 @@ from engine.backends.gpu import tuning
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
-    tuning._table.cache_clear()
+    clear_caches()
     yield tmp_path
+    clear_caches()
+
+
+def clear_caches() -> None:
     tuning._table.cache_clear()
+    tuning.config_of_card.cache_clear()
 
 
 def entry(block: int, **when: object) -> dict[str, object]:
@@ -46,6 +51,19 @@ def test_a_card_overrides_only_what_its_table_has(tables: Path) -> None:
     assert block_of("nvidia_x2", m=1) == 1
 
 
+def test_an_entry_may_be_for_some_capabilities(tables: Path) -> None:
+    entries = [entry(1, capability=[90, 99]), entry(2)]
+    (tables / "default.json").write_text(json.dumps({"matmul": entries}))
+    with tuning.compiling_for(90):
+        assert tuning.launch_config("matmul").meta["BLOCK"] == 1
+    with tuning.compiling_for(80):
+        assert tuning.launch_config("matmul").meta["BLOCK"] == 2
+    assert block_of(None) == 2
+    (tables / "nvidia_x1.json").write_text(json.dumps({"matmul": [entry(3)]}))
+    with tuning.compiling_for(90, "nvidia_x1"):
+        assert tuning.launch_config("matmul").meta["BLOCK"] == 3
+
+
 def test_an_unknown_kernel_is_a_key_error() -> None:
     with pytest.raises(KeyError, match="no launch configuration of unknown"):
         tuning.launch_config("unknown")
@@ -60,6 +78,7 @@ def test_every_kernel_has_a_default_without_conditions() -> None:
         assert not entries[-1].when, kernel
 
 
-def test_tables_of_cards_name_known_kernels() -> None:
+def test_tables_of_cards_name_known_kernels_and_can_be_built() -> None:
     for card in tuning.known_cards():
+        assert card in tuning.CARD_CAPABILITIES
         assert set(tuning._table(card)) <= set(tuning._table("default"))
