@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.backends.gpu.kernels.packed_matmul import (
+    TRITON_TYPES,
     SplitWorkspace,
     packed_matmul,
     packed_variant,
@@ -55,7 +56,7 @@ def int8_matmul(
         group=0,
         out=out,
         workspace=workspace,
-        config=launch_config("int8_matmul", m=x.shape[0]),
+        config=launch_config("int8_matmul", m=x.shape[0], dtype=TRITON_TYPES[x.dtype]),
         num_splits=num_splits,
     )
 
@@ -72,14 +73,14 @@ def reference(
 def variants() -> list[Variant]:
     """Every number of tokens; float16 takes fewer instructions than bfloat16."""
     cases = [(torch.bfloat16, m) for m in (1, 16, 64, 1024)]
-    cases += [(torch.float16, m) for m in (1, 1024)]
+    cases += [(torch.float16, 1), (torch.float16, 1024), (torch.float32, 1)]
     return [
         packed_variant(
-            f"{str(dtype).removeprefix('torch.')} m {m}",
+            f"{TRITON_TYPES[dtype]} m {m}",
             dtype=dtype,
             bits=BITS,
             group=0,
-            config=launch_config("int8_matmul", m=m),
+            config=launch_config("int8_matmul", m=m, dtype=TRITON_TYPES[dtype]),
         )
         for dtype, m in cases
     ]
