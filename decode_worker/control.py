@@ -53,9 +53,7 @@ class DecodeControl:
     def __init__(self, config: WorkerConfig, engine: Engine) -> None:
         epoch = process_epoch()
         memory = engine.kv_memory
-        data_plane = open_data_plane(
-            config, engine.kv_spec, memory.raw.numpy(), memory.mapping, epoch
-        )
+        data_plane = open_data_plane(config, engine.kv_spec, memory.buffer, memory.mapping, epoch)
         self._transport = data_plane.transport
         self._host = WorkerHost(
             config, engine, epoch=epoch, offer=data_plane.offer, load=self._load,

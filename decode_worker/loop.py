@@ -120,7 +120,7 @@ class DecodeLoop:
         worked = False
         if self._scheduler.has_work:
             outcome = self._engine.step()
-            worked = bool(outcome.computed)
+            worked = outcome.has_worked
             for sequence in outcome.expired:
                 job = self._forget(sequence)
                 error = DeadlineExceeded("the request's deadline passed before it was scheduled")

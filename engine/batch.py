@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.scheduler import ScheduledChunk
+from engine.step_plan import ScheduledChunk
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -28,6 +28,9 @@ class BatchInputs:
 
     token_ids: Int64Array
     """[T]"""
+    token_sources: Int32Array
+    """[T] -1, or which sampled row of the previous step has drawn this token: nobody knew it yet
+    when the batch was built, and it is read from there."""
     positions: Int32Array
     """[T] absolute position of each token in its sequence."""
     slot_mapping: Int64Array
@@ -51,13 +54,16 @@ def build_batch(chunks: SequenceOf[ScheduledChunk], block_size: int) -> BatchInp
     """Lay the scheduled chunks out as one ragged batch."""
     num_seqs = len(chunks)
     counts = np.fromiter((c.num_scheduled_tokens for c in chunks), np.int32, num_seqs)
-    starts = np.fromiter((c.sequence.num_computed_tokens for c in chunks), np.int32, num_seqs)
+    starts = np.fromiter((c.start for c in chunks), np.int32, num_seqs)
     query_starts = np.zeros(num_seqs + 1, np.int32)
     np.cumsum(counts, out=query_starts[1:])
     token_ids: list[int] = []
+    token_sources = np.full(query_starts[-1], -1, np.int32)
     for chunk in chunks:
-        first = chunk.sequence.num_computed_tokens
-        token_ids += chunk.sequence.token_ids[first : first + chunk.num_scheduled_tokens]
+        token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
+        if chunk.end > chunk.sequence.num_tokens:
+            token_sources[len(token_ids)] = chunk.sequence.pending_row
+            token_ids.append(0)
     width = max(len(c.sequence.block_table) for c in chunks)
     block_tables = np.zeros((num_seqs, width), np.int32)
     for row, chunk in enumerate(chunks):
@@ -70,6 +76,7 @@ def build_batch(chunks: SequenceOf[ScheduledChunk], block_size: int) -> BatchInp
     samples = np.fromiter((c.samples for c in chunks), np.bool_, num_seqs)
     return BatchInputs(
         token_ids=np.asarray(token_ids, np.int64),
+        token_sources=token_sources,
         positions=positions,
         slot_mapping=blocks * block_size + positions % block_size,
         query_starts=query_starts,

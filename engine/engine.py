@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.backends.base import Backend, KVCacheSpec
+from engine.backends.base import Backend, KVCacheSpec, KVDtype, StepSizes
 from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.constrainer import Constrainer
@@ -23,9 +23,11 @@ from engine.models.decoder import Decoder
 from engine.placement import ON_CPU, Placement
 from engine.profiling.limits import Limits
 from engine.profiling.session import ProfileSession
-from engine.sampler import SampledToken, sample
-from engine.scheduler import ScheduledChunk, Scheduler
+from engine.sampler import SampledToken, needs_host, sample
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step_plan import ScheduledChunk, StepPlan
+from engine.step_runner import ComputingStep
 from engine.weights import open_model
 from mesh import metrics
 from mesh.config import WorkerConfig
@@ -33,7 +35,6 @@ from mesh.errors import ConfigError, GrammarFailed
 from mesh.messages import PROTOCOL_VERSION
 from mesh.model_files import resolve_model
 
-KV_LAYOUT = "block-layer-kv-head/2"
 _MIB = 1 << 20
 _EWMA_WEIGHT = 0.2
 _STEP_TOKENS = metrics.histogram(
@@ -54,8 +55,8 @@ class StepOutcome:
     """Everything a step changed that others must hear of."""
 
     results: list[StepResult]
-    computed: list[Sequence]
-    """Sequences that had any chunk computed (their finished blocks can be sent)."""
+    computed: list[ScheduledChunk]
+    """Chunks that were computed of sequences that go on (their finished blocks can be sent)."""
     reserved: list[Sequence]
     """Sequences that now hold blocks for KV from a prefill worker."""
     expired: list[Sequence]
@@ -66,6 +67,26 @@ class StepOutcome:
     """Sequences that cannot go on, still running: the caller ends them."""
     num_tokens: int
     """Computed."""
+    has_launched: bool
+    """Whether a step computes now: another ``step`` should follow at once."""
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether there was anything to compute."""
+        return bool(self.num_tokens) or self.has_launched
+
+
+@dataclass(slots=True, frozen=True)
+class _Launched:
+    """A step that is computed now."""
+
+    plan: StepPlan
+    sampled: list[Sequence]
+    host_rows: list[int]
+    """Those of ``sampled`` that the host chooses a token for."""
+    step: ComputingStep
+    num_tokens: int
+    start_s: float
 
 
 OnLayerGroup = Callable[[list[ScheduledChunk], int], None]
@@ -80,16 +101,19 @@ class Engine:
         config: WorkerConfig,
         backend: Backend,
         *,
+        overlap: bool | None = None,
         sizer: GpuCacheSizer | None = None,
         placement: Placement = ON_CPU,
     ) -> None:
         """Load the model and allocate the cache.
 
         Args:
-            config: this worker's.
-            backend: runs the model.
-            sizer: decides the number of KV blocks; None: the configuration does.
-            placement: what the backend computes on, for those who ask.
+            config: The worker's.
+            backend: Runs the model.
+            overlap: Plan each step while the one before it is computed. None: where that happens
+                on another device than the planning.
+            sizer: Decides the number of KV blocks; None: the configuration does.
+            placement: What the backend computes on, for those who ask.
 
         Raises:
             ConfigError: the model or the cache size is unusable; says which number to change.
@@ -98,7 +122,7 @@ class Engine:
         self.model_config, source = open_model(files)
         self.placement = placement
         max_model_len = _max_model_len(config, self.model_config)
-        self.kv_spec = _kv_spec(config, self.model_config)
+        self.kv_spec = _kv_spec(config, self.model_config, backend.default_kv_dtype)
         if sizer is not None:
             sizer.check(self.model_config, self.kv_spec, max_model_len)
         with source:
@@ -115,9 +139,12 @@ class Engine:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
+            hands_off=config.role == "prefill",
         )
         self.constrainer = Constrainer(files, self.model_config.vocab_size)
-        self.fingerprint = _fingerprint(self.model_config, weights_hash, self.kv_spec)
+        self.fingerprint = _fingerprint(
+            self.model_config, weights_hash, self.kv_spec, backend.kv_layout
+        )
         self._num_layer_groups = config.kv_layer_groups
         if self.model_config.num_layers % config.kv_layer_groups:
             raise ConfigError(
@@ -134,12 +161,23 @@ class Engine:
         self.tokens_per_s = 0.0
         self.max_sequence_tokens = min(max_model_len, self.scheduler.max_tokens_per_sequence())
         """Prompt plus output tokens that a single request can ever hold here."""
+        self._overlap = backend.device.type != "cpu" if overlap is None else overlap
+        self._launched: _Launched | None = None
+        self._last_done_s = 0.0
+        self.runner = backend.step_runner(
+            StepSizes(
+                num_tokens=config.max_batched_tokens,
+                num_sequences=self.scheduler.max_num_seqs,
+                num_blocks=-(-self.max_sequence_tokens // config.block_size),
+            )
+        )
 
     def step(self, on_group: OnLayerGroup | None = None) -> StepOutcome:
         """Schedule, compute, sample. Cheap when there is nothing to do.
 
-        ``on_group`` is called during the forward, each time that a group of layers has written the
-        step's KV.
+        With ``overlap`` the outcome is of the step before: while that one was computed, this one
+        was planned and launched. ``on_group`` is called during the forward, each time that a group
+        of layers has written the step's KV.
         """
         if self.profile is not None:
             return self.profile.step(self._step, on_group)
@@ -147,42 +185,74 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self, on_group: OnLayerGroup | None) -> StepOutcome:
-        plan = self.scheduler.schedule()
-        results: list[StepResult] = []
-        failed: list[tuple[Sequence, GrammarFailed]] = []
-        num_tokens = 0
-        if plan.chunks:
-            start_s = time.monotonic()
-            for chunk in plan.chunks:
-                if not chunk.sequence.first_step_s:
-                    chunk.sequence.first_step_s = start_s
-            batch = self._build_batch(plan.chunks, self.scheduler.block_size)
-            sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-            on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
-            self.constrainer.begin(sampled)
-            logits = self.model.forward(batch, on_kv_written)
-            late, failed = self.constrainer.collect(sampled)
-            if late or failed:
-                unsampled = {*late, *(sequence for sequence, _ in failed)}
-                rows = [i for i, sequence in enumerate(sampled) if sequence not in unsampled]
-                sampled = [sampled[i] for i in rows]
-                logits = logits[rows]
-            tokens = self._sample(logits, sampled) if sampled else []
-            self.scheduler.step_done(plan, late=late)
-            for sequence, token in zip(sampled, tokens, strict=True):
-                sequence.append(token.token_id)
-                results.append(StepResult(sequence, token))
-            num_tokens = batch.num_tokens
-            self._observe(time.monotonic() - start_s, num_tokens)
+        before, plan = self._launched, StepPlan()
+        if before is None or self._may_run_ahead(before):
+            plan = self.scheduler.schedule()
+        launched = self._launch(plan, on_group) if plan.chunks else None
+        done, self._launched = before, launched
+        if before is None and launched is not None and not self._may_run_ahead(launched):
+            done, self._launched = launched, None
+        results, failed = ([], []) if done is None else self._collect(done)
+        computed = [] if done is None else done.plan.chunks
         return StepOutcome(
             results=results,
-            computed=[chunk.sequence for chunk in plan.chunks],
+            computed=[chunk for chunk in computed if chunk.sequence.is_running],
             reserved=plan.reserved,
             expired=plan.expired,
             displaced=plan.displaced,
             failed=failed,
-            num_tokens=num_tokens,
+            num_tokens=0 if done is None else done.num_tokens,
+            has_launched=self._launched is not None,
         )
+
+    def _may_run_ahead(self, launched: _Launched) -> bool:
+        """Whether the next step may be planned before this one is done."""
+        on_host = bool(launched.host_rows)
+        return self._overlap and not on_host and self.scheduler.can_run_ahead()
+
+    def _launch(self, plan: StepPlan, on_group: OnLayerGroup | None) -> _Launched:
+        start_s = time.monotonic()
+        for chunk in plan.chunks:
+            if not chunk.sequence.first_step_s:
+                chunk.sequence.first_step_s = start_s
+        batch = self._build_batch(plan.chunks, self.scheduler.block_size)
+        sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        host_rows = [
+            row for row, sequence in enumerate(sampled) if not self._overlap or needs_host(sequence)
+        ]
+        on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
+        self.constrainer.begin(sampled)
+        step = self.runner.launch(self.model, batch, sampled, host_rows, on_kv_written)
+        self.scheduler.launch(plan)
+        return _Launched(plan, sampled, host_rows, step, batch.num_tokens, start_s)
+
+    def _collect(
+        self, launched: _Launched
+    ) -> tuple[list[StepResult], list[tuple[Sequence, GrammarFailed]]]:
+        """Wait for a step's tokens and append them to the sequences that still want them."""
+        output = launched.step.finish()
+        on_host = [launched.sampled[row] for row in launched.host_rows]
+        late, failed = self.constrainer.collect(s for s in on_host if s.is_answering)
+        unsampled = {*late, *(sequence for sequence, _ in failed)}
+        self.scheduler.step_done(launched.plan, late=late)
+        tokens = [SampledToken(token_id, None) for token_id in output.token_ids]
+        rows = [
+            row
+            for row, sequence in enumerate(on_host)
+            if sequence.is_answering and sequence not in unsampled
+        ]
+        if rows:
+            logits = output.logits if len(rows) == len(on_host) else output.logits[rows]
+            drawn = self._sample(logits, [on_host[row] for row in rows])
+            for row, token in zip(rows, drawn, strict=True):
+                tokens[launched.host_rows[row]] = token
+        results: list[StepResult] = []
+        for sequence, token in zip(launched.sampled, tokens, strict=True):
+            if sequence.is_answering and sequence not in unsampled:
+                sequence.append(token.token_id)
+                results.append(StepResult(sequence, token))
+        self._observe(launched)
+        return results, failed
 
     @property
     def device(self) -> torch.device:
@@ -207,7 +277,7 @@ class Engine:
         def on_kv_written(layer: int) -> None:
             group, is_last = divmod(layer + 1, group_size)
             if is_last == 0:
-                on_group(chunks, group - 1)
+                on_group([chunk for chunk in chunks if chunk.sequence.is_running], group - 1)
 
         return on_kv_written
 
@@ -217,7 +287,11 @@ class Engine:
         if self.profile is not None:
             self.profile.rest()
 
-    def _observe(self, seconds: float, num_tokens: int) -> None:
+    def _observe(self, launched: _Launched) -> None:
+        """Count a step that has just ended; it began when the one before it had ended."""
+        now_s, num_tokens = time.monotonic(), launched.num_tokens
+        seconds = now_s - max(launched.start_s, self._last_done_s)
+        self._last_done_s = now_s
         _STEP_TOKENS.observe(num_tokens)
         if self.step_time_s == 0.0:
             self.step_time_s, self.tokens_per_s = seconds, num_tokens / seconds
@@ -235,15 +309,14 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position_embeddings
 
 
-def _kv_spec(config: WorkerConfig, model: ModelConfig) -> KVCacheSpec:
-    dtype = config.kv_dtype
+def _kv_spec(config: WorkerConfig, model: ModelConfig, default_dtype: KVDtype) -> KVCacheSpec:
     spec = KVCacheSpec(
         num_blocks=config.kv_blocks or 1,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         block_size=config.block_size,
         head_dim=model.head_dim,
-        dtype=("fp32" if config.weights == "fp32" else "fp16") if dtype == "auto" else dtype,
+        dtype=default_dtype if config.kv_dtype == "auto" else config.kv_dtype,
     )
     if config.kv_blocks:
         return spec
@@ -255,10 +328,10 @@ def _kv_spec(config: WorkerConfig, model: ModelConfig) -> KVCacheSpec:
     return replace(spec, num_blocks=num_blocks)
 
 
-def _fingerprint(model: ModelConfig, weights_hash: str, spec: KVCacheSpec) -> str:
+def _fingerprint(model: ModelConfig, weights_hash: str, spec: KVCacheSpec, kv_layout: str) -> str:
     """Hash of everything that must be equal for two workers to exchange KV blocks."""
     parts: list[object] = [
-        PROTOCOL_VERSION, KV_LAYOUT, model, weights_hash,
+        PROTOCOL_VERSION, kv_layout, model, weights_hash,
         spec.num_layers, spec.num_kv_heads, spec.block_size, spec.head_dim, spec.dtype,
     ]  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

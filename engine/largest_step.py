@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.backends.base import KVCacheSpec
+from engine.backends.base import KVCacheSpec, StepSizes
 from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.models.decoder import Decoder
@@ -23,7 +23,7 @@ def run_largest_step(
     """Compute as many tokens and logits as a step ever does.
 
     All KV goes to one block, so that the cache needs no room here; what is computed means nothing.
-    The backend's cache is left a block large: allocate the real one afterwards.
+    The backend's cache is left a block large: allocate the real one, and a step runner, afterwards.
 
     Args:
         model: with its backend.
@@ -62,5 +62,7 @@ def run_largest_step(
     chunks = scheduler.schedule().chunks
     for chunk in chunks:
         chunk.sequence.block_table[:] = [0] * len(chunk.sequence.block_table)
-    model.backend.allocate_kv_cache(replace(spec, num_blocks=1))
+    backend = model.backend
+    backend.allocate_kv_cache(replace(spec, num_blocks=1))
+    backend.step_runner(StepSizes(max_batched_tokens, num_sequences, blocks_each))
     return model.forward(build_batch(chunks, spec.block_size))

@@ -36,11 +36,11 @@ class PrefixCache:
         reusable = (sequence.num_tokens - 1) // self._block_size
         return self._pool.match(sequence.block_hashes[:reusable])
 
-    def publish(self, sequence: Sequence) -> None:
-        """Register the sequence's full blocks computed since the last call."""
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Register the full blocks of its first ``num_tokens``, computed since the last call."""
         if not self._enabled:
             return
-        full = sequence.num_computed_tokens // self._block_size
+        full = num_tokens // self._block_size
         if full <= sequence.num_registered_blocks:
             return
         self._extend_hashes(sequence)

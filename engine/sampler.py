@@ -36,7 +36,9 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sample
         logits: [N, V] float32; may be modified.
         sequences: the N sequences, each before the new token is appended.
     """
-    needs_row_work = [not _is_plain_greedy(sequence) for sequence in sequences]
+    needs_row_work = [
+        sequence.sampling.temperature != 0 or needs_host(sequence) for sequence in sequences
+    ]
     greedy = logits.argmax(dim=1).tolist() if not all(needs_row_work) else []
     rows = logits.numpy()
     results = []
@@ -54,13 +56,13 @@ def uniform(seed: int, index: int) -> float:
     return float(np.random.Generator(bits).random())
 
 
-def _is_plain_greedy(sequence: Sequence) -> bool:
+def needs_host(sequence: Sequence) -> bool:
+    """Whether choosing its next token takes more than logits: its earlier tokens, or a mask."""
     sampling = sequence.sampling
     return (
-        sampling.temperature == 0
-        and sampling.num_logprobs < 0
-        and sequence.constraint is None
-        and not _changes_logits(sampling, sequence.num_output_tokens)
+        sampling.num_logprobs >= 0
+        or sequence.constraint is not None
+        or _changes_logits(sampling, sequence.next_output_index)
     )
 
 
@@ -87,7 +89,7 @@ def _sample_row(row: FloatRow, sequence: Sequence) -> SampledToken:
     if sampling.temperature == 0:
         token_id = int(row.argmax())
     else:
-        token_id = _draw(row, sampling, uniform(sampling.seed, sequence.num_output_tokens))
+        token_id = _draw(row, sampling, uniform(sampling.seed, sequence.next_output_index))
     if sampling.num_logprobs < 0:
         return SampledToken(token_id, None)
     return SampledToken(token_id, _logprobs(original, token_id, sampling.num_logprobs))

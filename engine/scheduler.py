@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
+from engine.launched_steps import LaunchedSteps
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, SequenceState
+from engine.step_plan import ScheduledChunk, StepPlan
 
 MAX_PASSED = 16
 """How many less urgent sequences may take blocks that are too few for a more urgent one, before
@@ -21,38 +22,6 @@ all blocks that become free are kept for it. Else a long prompt at the head leav
 
 DISPLACE_AFTER_S = 5.0
 """How long a granted prompt waits for blocks before one that nobody takes must give its up."""
-
-
-@dataclass(slots=True)
-class ScheduledChunk:
-    """``num_scheduled_tokens`` of one sequence, from its ``num_computed_tokens`` on."""
-
-    sequence: Sequence
-    num_scheduled_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this chunk ends at the sequence's last token, whose logits choose the next."""
-        return self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One scheduling decision."""
-
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    reserved: list[Sequence] = field(default_factory=list)
-    """Sequences that now hold blocks for KV from a prefill worker (state WAITING_FOR_KV)."""
-    expired: list[Sequence] = field(default_factory=list)
-    """Sequences past their deadline; already finished and freed."""
-    displaced: Sequence | None = None
-    """Computed, but no decode worker has room for it, and its blocks are in the way of one that has
-    a receiver. The caller gives it up; its blocks come back when its transfer has ended."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the forward computes."""
-        return sum(chunk.num_scheduled_tokens for chunk in self.chunks)
 
 
 class Scheduler:
@@ -68,8 +37,10 @@ class Scheduler:
         batch_chunk_tokens: int = 128,
         prefix_caching: bool = True,
         watermark: float = 0.01,
+        hands_off: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """With ``hands_off``, sequences leave at their first token (a prefill worker's do)."""
         self.pool = pool
         self.block_size = block_size
         # With more, decodes alone could fill every step, and prompts would never be computed.
@@ -84,6 +55,9 @@ class Scheduler:
         """Those of them that were found."""
         self.num_kv_tokens = 0
         """Tokens of live sequences whose KV was in the pool after the last step."""
+        self.launched = LaunchedSteps(pool)
+        """Plans that compute. Their sequences may be finished, but not preempted."""
+        self._hands_off = hands_off
         self._watermark_blocks = int(watermark * pool.num_blocks)
         self._clock = clock
         self._keep_steps_small = False
@@ -112,7 +86,7 @@ class Scheduler:
         """All prompt KV of a WAITING_FOR_KV sequence is in its blocks; it may run."""
         del self._waiting_for_kv[sequence.transfer_id]
         sequence.num_computed_tokens = sequence.num_tokens
-        self.prefix_cache.publish(sequence)
+        self.prefix_cache.publish(sequence, sequence.num_tokens)
         sequence.move(SequenceState.RUNNING)
         self._running.append(sequence)
 
@@ -164,8 +138,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``schedule`` could find something to do."""
-        return bool(self._running or self._waiting)
+        """Whether a step could find something to do."""
+        return bool(self._running or self._waiting or self.launched.num_steps)
 
     def live_sequences(self) -> list[Sequence]:
         """Every sequence that holds or waits for something."""
@@ -191,17 +165,47 @@ class Scheduler:
         self._admit_waiting(plan, budget)
         return plan
 
+    def can_run_ahead(self) -> bool:
+        """Whether the next step can be planned before the launched one is done.
+
+        It can't where blocks run out: who is preempted loses what is being computed.
+        """
+        missing = 0
+        for sequence in self._running:
+            if not self._is_leaving(sequence):
+                num_tokens = sequence.num_tokens + sequence.num_pending_tokens
+                missing += max(0, self._blocks_for(num_tokens) - len(sequence.block_table))
+        return missing <= self.pool.num_free
+
+    def launch(self, plan: StepPlan) -> None:
+        """The plan begins to compute: go on from where it will end. ``step_done`` must follow."""
+        row = 0
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed_tokens += chunk.num_scheduled_tokens
+            if chunk.samples:
+                sequence.num_pending_tokens += 1
+                sequence.pending_row = row
+                row += 1
+        self.launched.add(plan)
+
     def step_done(self, plan: StepPlan, *, late: Collection[Sequence] = ()) -> None:
-        """Count the plan's tokens as computed (call before appending sampled tokens).
+        """The oldest launched plan is computed (call before appending sampled tokens).
 
         Args:
             plan: what was computed.
             late: sequences that could not be sampled; their last token is computed once more.
         """
+        self.launched.done(plan)
         for chunk in plan.chunks:
-            again = chunk.sequence in late
-            chunk.sequence.num_computed_tokens += chunk.num_scheduled_tokens - again
-            self.prefix_cache.publish(chunk.sequence)
+            sequence = chunk.sequence
+            sequence.num_pending_tokens -= chunk.samples
+            if sequence in late:
+                sequence.num_computed_tokens -= 1
+                chunk.num_scheduled_tokens -= 1
+                chunk.samples = False
+            if sequence.is_answering:
+                self.prefix_cache.publish(sequence, chunk.end)
         holders = (*self._running, *self._sending.values())
         self.num_kv_tokens = sum(sequence.num_computed_tokens for sequence in holders)
 
@@ -231,6 +235,8 @@ class Scheduler:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.awaits_grammar:
                 continue  # preempted for a more urgent one in this very step, or not ready
+            if self._is_leaving(sequence):
+                continue
             count = sequence.num_uncomputed_tokens
             if count > 1:
                 count = min(count, self._chunk_limit(sequence, budget))
@@ -240,6 +246,11 @@ class Scheduler:
                 self._add_chunk(plan, sequence, count)
                 budget -= count
         return budget
+
+    def _is_leaving(self, sequence: Sequence) -> bool:
+        """Whether the pending token is known to be its last one here."""
+        ends = self._hands_off or sequence.next_output_index >= sequence.sampling.max_tokens
+        return sequence.num_pending_tokens > 0 and ends
 
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
         self._waiting.sort(key=_by_urgency)
@@ -342,6 +353,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         """Take all blocks of a running sequence; it recomputes later with the same tokens."""
+        assert not victim.num_pending_tokens, "run ahead without blocks"
         self._running.remove(victim)
         plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not victim]
         self._free_blocks(victim)
@@ -374,7 +386,7 @@ class Scheduler:
                 plan.expired.append(sequence)
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        self.pool.free(reversed(sequence.block_table))
+        self.launched.free(sequence, sequence.block_table[::-1])
         sequence.block_table = []
         sequence.num_registered_blocks = 0
 

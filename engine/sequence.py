@@ -72,7 +72,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     """Logical block index → physical block id."""
     num_computed_tokens: int = 0
-    """Leading tokens whose KV is in the cache."""
+    """Leading tokens whose KV is in the cache, or will be when the launched steps are done."""
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache at first scheduling."""
     num_registered_blocks: int = 0
@@ -87,6 +87,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     constraint: Constraint | None = None
     """Its place in the grammar it must follow; None: free text."""
+    num_pending_tokens: int = 0
+    """Tokens that launched steps sample and nobody has read yet; they follow ``token_ids``."""
+    pending_row: int = 0
+    """Which sampled row of the last launched step holds the last pending token."""
 
     def move(self, state: SequenceState) -> None:
         """Change state.
@@ -119,9 +123,24 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def next_output_index(self) -> int:
+        """Index of the output token that the next step to be launched would sample."""
+        return self.num_output_tokens + self.num_pending_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is not in the cache yet; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens that no launched step computes the KV of; 1 while decoding."""
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it still wants what steps compute for it; false once aborted or handed off."""
+        return self.state is SequenceState.RUNNING
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether it wants another token."""
+        return self.is_running and self.finish_reason is None
 
     @property
     def awaits_grammar(self) -> bool:

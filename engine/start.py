@@ -112,10 +112,13 @@ def weight_scheme(config: WorkerConfig) -> WeightScheme:
     """The configured scheme, or what holds the file's own precision.
 
     Raises:
-        ConfigError: the model is unusable.
+        ConfigError: the model is unusable, or a CPU does not compute with the scheme.
     """
-    if config.weights != "auto":
-        return config.weights
+    match config.weights:
+        case "bf16" | "fp16" | "w8a8":
+            raise ConfigError(f"weights: {config.weights} needs a GPU")
+        case "fp32" | "int8" | "int4":
+            return config.weights
     _, source = open_model(resolve_model(config.model))
     with source:
         return "int4" if source.bits_per_weight() < _INT4_BELOW_BITS else "int8"

@@ -31,7 +31,10 @@ def warm_up(engine: Engine) -> None:
     engine.scheduler.add(sequence)
     while sequence.finish_reason is None:
         engine.step()
-    engine.rest()
     engine.scheduler.finish(sequence)
+    while engine.scheduler.has_work:
+        engine.step()
+    engine.rest()
+    engine.runner.prepare(engine.model)
     engine.scheduler.pool.forget_cached()
     engine.step_time_s = engine.tokens_per_s = 0.0

@@ -15,6 +15,7 @@ from kvtransfer.shm_transport import host_id
 from kvtransfer.staging import StagingBlocks
 from kvtransfer.transport import Transport
 from mesh.config import WorkerConfig
+from mesh.errors import ConfigError
 from mesh.messages import DataPlaneOffer
 from mesh.shared_mapping import SharedMapping
 
@@ -69,6 +70,7 @@ def open_data_plane(
 
     Raises:
         TransportError: the transport can't be had here.
+        ConfigError: the cache is a GPU's, and its KV can't be compressed on its way.
     """
     layout = BlockLayout(
         num_rows=2 * geometry.num_layers,
@@ -82,6 +84,10 @@ def open_data_plane(
         block_bytes=layout.block_bytes,
         mapping=mapping,
     )
+    if config.kv_wire and not memory.is_host:
+        raise ConfigError(
+            f"kv_wire: {config.kv_wire} compresses KV in host memory, and this worker's is a GPU's"
+        )
     transport = make_transport(
         config.transport, memory, config.worker_id, epoch,
         host=config.host, advertise_host=config.advertise_host,

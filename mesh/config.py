@@ -18,7 +18,7 @@ from mesh.messages import Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
-Weights = Literal["auto", "fp32", "int8", "int4"]
+Weights = Literal["auto", "fp32", "bf16", "fp16", "int8", "w8a8", "int4"]
 KVDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 ToolCallParserName = Literal["auto", "hermes", "llama3", "mistral"]
 TransportName = Literal["auto", "shm", "ucx", "tcp", "inproc"]
@@ -28,7 +28,7 @@ Device = Literal["auto", "cpu", "cuda"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
-WEIGHTS: tuple[Weights, ...] = ("auto", "fp32", "int8", "int4")
+WEIGHTS: tuple[Weights, ...] = ("auto", "fp32", "bf16", "fp16", "int8", "w8a8", "int4")
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "fp32", "bf16", "fp16", "int8")
 TOOL_CALL_PARSERS: tuple[ToolCallParserName, ...] = ("auto", "hermes", "llama3", "mistral")
 TRANSPORTS: tuple[TransportName, ...] = ("auto", "shm", "ucx", "tcp", "inproc")
@@ -116,9 +116,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the model runs on; auto: CUDA where there are a GPU and a torch that can use it."""
     weights: Weights = "auto"
     """Weights in memory: ``fp32``, or ``int8`` / ``int4`` in groups of 32 (embedding: 8 bits).
-    auto: ``int4`` where the file itself has about 4 bits per weight, else ``int8``."""
+    auto: ``int4`` where the file itself has about 4 bits per weight, else ``int8``. On a GPU
+    ``int8`` has a scale per output channel, ``bf16``, ``fp16`` and ``w8a8`` (``int8`` with
+    activations quantised, too) are there as well, and auto is what has the file's own precision."""
     kv_dtype: KVDtype = "auto"
-    """Storage of the KV cache; auto: fp32 with fp32 weights, else fp16."""
+    """Storage of the KV cache; auto: fp32 with fp32 weights, else fp16; on a GPU that of the
+    activations."""
     kv_blocks: int = 0
     """KV pool size in blocks; 0: as many as ``kv_memory_mib`` holds, or on a GPU as fit beside
     the model."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
 from engine.job import Job, check_fits, failure, make_sequence, token_output
-from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence, SequenceState
+from engine.step_plan import ScheduledChunk
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from engine.worker_snapshot import take_snapshot
 from mesh.errors import DeadlineExceeded, PdmeshError, TransferFailed
@@ -130,12 +130,12 @@ class PrefillLoop:
         if self._scheduler.has_work:
             grouped = self._num_layer_groups > 1
             outcome = self._engine.step(self._on_layer_group if grouped else None)
-            worked = bool(outcome.computed)
+            worked = outcome.has_worked
             for sequence in outcome.expired:
                 self._drop_expired(sequence)
             sampled = {result.sequence for result in outcome.results}
-            for sequence in () if grouped else outcome.computed:
-                self._submit_finished_blocks(sequence, prompt_done=sequence in sampled)
+            for chunk in () if grouped else outcome.computed:
+                self._submit_finished_blocks(chunk, prompt_done=chunk.sequence in sampled)
             for result in outcome.results:
                 self._first_token(result)
             for sequence, failed in outcome.failed:
@@ -233,7 +233,7 @@ class PrefillLoop:
             transfer_id = chunk.sequence.transfer_id
             start, blocks = self._finished_blocks(
                 chunk.sequence,
-                chunk.sequence.num_computed_tokens + chunk.num_scheduled_tokens,
+                chunk.end,
                 prompt_done=chunk.samples,
             )
             if blocks:
@@ -243,13 +243,12 @@ class PrefillLoop:
         if ready:
             self.emit(ready)
 
-    def _submit_finished_blocks(self, sequence: Sequence, *, prompt_done: bool) -> None:
+    def _submit_finished_blocks(self, chunk: ScheduledChunk, *, prompt_done: bool) -> None:
         """Offer the blocks that will not change any more, the last partial one at the end."""
+        sequence = chunk.sequence
         if sequence.finish_reason is not None:
             return  # the answer ended at its first token: nobody needs the KV
-        start, blocks = self._finished_blocks(
-            sequence, sequence.num_computed_tokens, prompt_done=prompt_done
-        )
+        start, blocks = self._finished_blocks(sequence, chunk.end, prompt_done=prompt_done)
         if blocks:
             self._events.append(SendBlocks(sequence.transfer_id, start, blocks))
             self._num_submitted[sequence.transfer_id] = start + len(blocks)

@@ -11,13 +11,16 @@ nothing across steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
 from mesh.shared_mapping import SharedMapping
+
+if TYPE_CHECKING:
+    from engine.step_runner import StepRunner
 
 
 class Linear(Protocol):
@@ -69,7 +72,7 @@ class KVCacheSpec:
 
     Block-major: one block is one contiguous span, which is what a transfer moves. One token's K or
     V of one head takes the bytes of a row: D elements, plus a float32 scale for int8. How the rows
-    of a block lie within a head is the backend's (``engine.KV_LAYOUT`` names it).
+    of a block lie within a head is the backend's (``kv_layout`` names it).
     """
 
     num_blocks: int
@@ -100,11 +103,49 @@ class KVMemory:
     mapping: SharedMapping | None
     """What it lies in, so that workers of this host can map it; None for device memory."""
 
+    @property
+    def buffer(self) -> Any:
+        """``raw`` as a transfer takes it: a buffer, or what has ``__cuda_array_interface__``."""
+        return self.raw.numpy() if self.raw.device.type == "cpu" else self.raw
+
+
+class StepInputs(Protocol):
+    """A begun step: what the model reads of it; attention's metadata is the backend's own."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[T] int64, on the device."""
+        ...
+
+    @property
+    def sample_rows(self) -> torch.Tensor:
+        """[N] int64, on the device."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class StepSizes:
+    """The largest step that an engine launches."""
+
+    num_tokens: int
+    num_sequences: int
+    num_blocks: int
+    """Of one sequence."""
+
 
 class Backend(Protocol):
     """Ops of a decoder-only transformer over a paged KV cache."""
 
     device: torch.device
+    has_attention_softcap: bool
+    """Whether ``paged_attention`` can cap logits."""
+    kv_layout: str
+    """Names how KV lies in a block: workers exchange blocks only where these are equal."""
+
+    @property
+    def default_kv_dtype(self) -> KVDtype:
+        """What the KV cache holds where nothing else is asked for."""
+        ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Take a [out, in] float32 weight over into the device's stored form."""
@@ -120,8 +161,12 @@ class Backend(Protocol):
         """Allocate the cache this backend will read and write."""
         ...
 
+    def step_runner(self, sizes: StepSizes) -> StepRunner:
+        """What launches this backend's steps; one engine's, made after the KV cache."""
+        ...
+
     def begin_step(self, batch: BatchInputs) -> Any:
-        """Prepare per-step metadata; the result is passed to the attention ops of this step."""
+        """Prepare a step's inputs (``StepInputs``) and metadata for its attention ops."""
         ...
 
     def rest(self) -> None:
@@ -153,11 +198,13 @@ class Backend(Protocol):
         ...
 
     def paged_attention(
-        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: Any
-    ) -> torch.Tensor:
+        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: Any,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:  # fmt: skip
         """Causal attention of every token over its sequence's cache; [T, Hq * D].
 
-        A token sees the last ``window`` positions, itself included; 0 is unlimited.
+        A token sees the last ``window`` positions, itself included; 0 is unlimited. With
+        ``softcap`` logits become ``softcap * tanh(logits / softcap)``.
         """
         ...
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.backends.base import Backend, Embedding, Linear, QKNorm, RopeTable
+from engine.backends.base import Backend, Embedding, Linear, QKNorm, RopeTable, StepInputs
 from engine.batch import BatchInputs
 from engine.model_config import ModelConfig, inv_freq
 from engine.models.mlp import GatedMlp, MoeMlp, WrapLinear
@@ -60,15 +60,19 @@ class Decoder:
         Raises:
             ConfigError: The model needs something that is not built yet.
         """
-        if config.attn_logit_softcap or config.final_logit_softcap:
-            raise ConfigError(f"model: logit softcap is not supported ({config.architecture})")
+        if config.attn_logit_softcap and not backend.has_attention_softcap:
+            raise ConfigError(
+                f"model: attention logit softcap is not supported on a {backend.device.type} "
+                f"({config.architecture})"
+            )
         self.config = config
         self._backend = backend
         tables: dict[str, RopeTable] = {}
         for layer_type in set(config.layer_types):
             frequencies, factor = inv_freq(config, layer_type)
             angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
-            tables[layer_type] = RopeTable(angles.cos() * factor, angles.sin() * factor)
+            cos, sin = angles.cos() * factor, angles.sin() * factor
+            tables[layer_type] = RopeTable(cos.to(backend.device), sin.to(backend.device))
         self._embed, self._head = backend.embedding_and_head(
             source.get("model.embed_tokens.weight"),
             None if config.tie_word_embeddings else source.get("lm_head.weight"),
@@ -123,10 +127,15 @@ class Decoder:
 
         ``on_kv_written`` is called with each layer's index once the batch's KV of it is in place.
         """
+        return self.compute(self._backend.begin_step(batch), on_kv_written)
+
+    def compute(
+        self, step: StepInputs, on_kv_written: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """``forward`` of a step that the backend has begun."""
         backend, config = self._backend, self.config
-        eps = config.rms_norm_eps
-        step = backend.begin_step(batch)
-        residual = self._embed(torch.from_numpy(batch.token_ids))
+        eps, softcap = config.rms_norm_eps, config.attn_logit_softcap or 0.0
+        residual = self._embed(step.token_ids)
         if config.embedding_scale != 1.0:
             residual *= config.embedding_scale
         hidden = backend.rms_norm(residual, self._layers[0].attention_norm, eps)
@@ -136,7 +145,9 @@ class Decoder:
             backend.rope_and_write_kv(qkv, layer.rope, layer.qk_norm, index, step)
             if on_kv_written is not None:
                 on_kv_written(index)
-            attended = backend.paged_attention(qkv, index, config.query_scale, layer.window, step)
+            attended = backend.paged_attention(
+                qkv, index, config.query_scale, layer.window, step, softcap
+            )
             branch = layer.output(attended)
             if layer.post_attention_norm is not None:
                 branch = backend.rms_norm(branch, layer.post_attention_norm, eps)
@@ -147,9 +158,12 @@ class Decoder:
             if index < last:
                 norm = self._layers[index + 1].attention_norm
                 hidden = backend.add_rms_norm(branch, residual, norm, eps)
-        rows = torch.from_numpy(batch.sample_rows)
+        rows = step.sample_rows
         hidden = backend.add_rms_norm(branch[rows], residual[rows], self._norm, eps)
-        return self._head(hidden)
+        logits = self._head(hidden)
+        if config.final_logit_softcap:
+            logits = config.final_logit_softcap * torch.tanh(logits / config.final_logit_softcap)
+        return logits
 
     def _load_layer(self, source: WeightSource, index: int, rope: RopeTable) -> DecoderLayer:
         config = self.config
@@ -190,7 +204,7 @@ class Decoder:
         if not config.num_experts:
             return self._load_gated(source, prefix)
         return MoeMlp(
-            router=source.get(f"{prefix}gate.weight"),
+            router=source.get(f"{prefix}gate.weight").to(self._backend.device),
             experts=[
                 self._load_gated(source, f"{prefix}experts.{expert}.")
                 for expert in range(config.num_experts)
@@ -214,5 +228,5 @@ class Decoder:
         return self._backend.linear(weight, biases)
 
     def _load_norm(self, source: WeightSource, name: str) -> torch.Tensor:
-        weight = source.get(f"{name}.weight")
+        weight = source.get(f"{name}.weight").to(self._backend.device)
         return weight + 1.0 if self.config.norm_plus_one else weight

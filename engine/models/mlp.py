@@ -52,7 +52,7 @@ class MoeMlp:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] → [T, H]; one pass per expert that any token chose."""
-        probabilities = torch.softmax(hidden @ self.router.T, dim=-1)
+        probabilities = torch.softmax(hidden.float() @ self.router.T, dim=-1)
         weights, chosen = torch.topk(probabilities, self.num_experts_per_tok, dim=-1)
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -60,7 +60,7 @@ class MoeMlp:
         for expert in torch.unique(chosen).tolist():
             tokens, rank = torch.where(chosen == expert)
             result = self.experts[expert](hidden[tokens])
-            out.index_add_(0, tokens, result * weights[tokens, rank, None])
+            out.index_add_(0, tokens, (result * weights[tokens, rank, None]).to(out.dtype))
         return out
 
     def instrumented(self, backend: Backend, wrap: WrapLinear, layer: int) -> MoeMlp:

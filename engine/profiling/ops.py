@@ -15,10 +15,19 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from engine.backends.base import Backend, Embedding, KVCacheSpec, Linear, QKNorm, RopeTable
+from engine.backends.base import (
+    Backend,
+    Embedding,
+    KVCacheSpec,
+    Linear,
+    QKNorm,
+    RopeTable,
+    StepSizes,
+)
 from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
 from engine.models.decoder import Decoder
+from engine.step_runner import StepRunner
 
 
 @dataclass(slots=True)
@@ -126,6 +135,9 @@ class _RangedBackend:
         self._log = log
         self._batch: BatchInputs | None = None
         self.device = backend.device
+        self.has_attention_softcap = backend.has_attention_softcap
+        self.kv_layout = backend.kv_layout
+        self.default_kv_dtype = backend.default_kv_dtype
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return self._backend.linear(weight, bias)
@@ -137,6 +149,9 @@ class _RangedBackend:
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> Any:
         return self._backend.allocate_kv_cache(spec)
+
+    def step_runner(self, sizes: StepSizes) -> StepRunner:
+        return self._backend.step_runner(sizes)
 
     def begin_step(self, batch: BatchInputs) -> Any:
         self._batch = batch
@@ -170,10 +185,11 @@ class _RangedBackend:
         work.num_bytes += 2 * qkv.nbytes + 2 * len(qkv) * spec.num_kv_heads * spec.row_bytes
 
     def paged_attention(
-        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: Any
-    ) -> torch.Tensor:
+        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: Any,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:  # fmt: skip
         with self._log.range("attention") as work:
-            out = self._backend.paged_attention(qkv, layer, scale, window, step)
+            out = self._backend.paged_attention(qkv, layer, scale, window, step, softcap)
         batch, spec = self._batch, self._log.spec
         assert batch is not None, "begin_step first"
         seen, read = batch.positions.astype("int64") + 1, batch.context_lens.astype("int64")

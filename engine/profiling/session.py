@@ -131,11 +131,11 @@ class ProfileSession:
                     times.waiting_s += gap_s
                 case _:
                     times.idle_s += gap_s
-        if outcome.computed or times.num_steps:
-            times.in_steps_s += end_s - start_s if outcome.computed else 0.0
-            times.waiting_s += 0.0 if outcome.computed else end_s - start_s
+        if outcome.has_worked or times.num_steps:
+            times.in_steps_s += end_s - start_s if outcome.has_worked else 0.0
+            times.waiting_s += 0.0 if outcome.has_worked else end_s - start_s
             self._ended_s = end_s
-        times.num_steps += bool(outcome.computed)
+        times.num_steps += bool(outcome.num_tokens)
         times.num_tokens += outcome.num_tokens
         self._after = (
             "running" if scheduler.num_running else "waiting" if scheduler.num_waiting else ""

@@ -9,7 +9,16 @@ import numba
 import numpy as np
 import torch
 
-from engine.backends.base import Embedding, KVCacheSpec, KVMemory, Linear, QKNorm, RopeTable
+from engine.backends.base import (
+    Embedding,
+    KVCacheSpec,
+    KVDtype,
+    KVMemory,
+    Linear,
+    QKNorm,
+    RopeTable,
+    StepSizes,
+)
 from engine.backends.cpu import elementwise, kv_store
 from engine.backends.cpu.attention import AttentionTiles, paged_attention, plan_tiles
 from engine.backends.cpu.core_share import CoreShare
@@ -17,6 +26,7 @@ from engine.backends.cpu.float32_linear import Float32Embedding, Float32Linear
 from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLinear, pack
 from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
+from engine.step_runner import HostRunner, StepRunner
 
 WeightScheme = Literal["fp32", "int8", "int4"]
 _BITS = {"int8": 8, "int4": 4}
@@ -30,6 +40,8 @@ class CpuStep:
 
     batch: BatchInputs
     tiles: AttentionTiles
+    token_ids: torch.Tensor
+    sample_rows: torch.Tensor
 
 
 class CpuBackend:
@@ -39,12 +51,19 @@ class CpuBackend:
     """
 
     device = torch.device("cpu")
+    has_attention_softcap = False
+    kv_layout = "block-layer-kv-head/2"
 
     def __init__(self, weights: WeightScheme, num_threads: int | CoreShare) -> None:
         """Prepare; ``num_threads`` is fixed, or asked for at every step."""
         self._weights = weights
         self._num_threads = num_threads
         self._kv: kv_store.KVView | None = None
+
+    @property
+    def default_kv_dtype(self) -> KVDtype:
+        """See Backend."""
+        return "fp32" if self._weights == "fp32" else "fp16"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Take a [out, in] float32 weight over, quantised if the scheme says so."""
@@ -72,6 +91,10 @@ class CpuBackend:
         memory, self._kv = kv_store.allocate(spec)
         return memory
 
+    def step_runner(self, sizes: StepSizes) -> StepRunner:
+        """See Backend."""
+        return HostRunner()
+
     def begin_step(self, batch: BatchInputs) -> CpuStep:
         """Choose the threads, and cut the step's attention into tiles, once for all layers."""
         share = self._num_threads
@@ -80,7 +103,12 @@ class CpuBackend:
         numba.set_num_threads(min(num_threads, _MOST_THREADS))
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
-        return CpuStep(batch, plan_tiles(batch, self._view.values.shape[2], num_threads))
+        return CpuStep(
+            batch,
+            plan_tiles(batch, self._view.values.shape[2], num_threads),
+            torch.from_numpy(batch.token_ids),
+            torch.from_numpy(batch.sample_rows),
+        )
 
     def rest(self) -> None:
         """See Backend."""
@@ -119,9 +147,11 @@ class CpuBackend:
         )  # fmt: skip
 
     def paged_attention(
-        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: CpuStep
-    ) -> torch.Tensor:
+        self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: CpuStep,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:  # fmt: skip
         """See Backend."""
+        assert not softcap, "refused by name before"
         kv = self._view
         _, _, num_kv_heads, _, head_dim = kv.values.shape
         out = torch.empty(qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads * head_dim)

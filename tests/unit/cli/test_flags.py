@@ -140,7 +140,7 @@ def test_a_wrong_value_is_told_by_its_flag(
         ["fly"],
         ["up", "--prefill", "0"],
         ["up", "--decode", "x"],
-        ["up", "--weights", "fp16"],
+        ["up", "--weights", "fp8"],
         ["up", "--transport", "inproc"],
         ["up", "--no-such-flag"],
         ["decode", "--port", "1"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from engine.scheduler import StepPlan
+from collections.abc import Callable
+
 from engine.sequence import Sequence
+from engine.step_plan import StepPlan
 
 Content = tuple[str, tuple[int, ...]]
 
@@ -15,14 +17,22 @@ class SimulatedKV:
         self._block_size = block_size
         self._slots: dict[tuple[int, int], Content | None] = {}
 
-    def compute(self, plan: StepPlan) -> None:
-        """Write the plan's tokens, then read every token that they attend to."""
-        for chunk in plan.chunks:
-            first = chunk.sequence.num_computed_tokens
-            for position in range(first, first + chunk.num_scheduled_tokens):
-                self.write(chunk.sequence, position)
-        for chunk in plan.chunks:
-            self.check(chunk.sequence, chunk.sequence.num_computed_tokens)
+    def launch(self, plan: StepPlan) -> Callable[[], None]:
+        """Note what the plan computes, and where; call the result when the device gets to it."""
+        writes = [(chunk, list(chunk.sequence.block_table)) for chunk in plan.chunks]
+
+        def compute() -> None:
+            """Write the plan's tokens, then read every token that they attend to."""
+            for chunk, table in writes:
+                for position in range(chunk.start, chunk.end):
+                    slot = table[position // self._block_size], position % self._block_size
+                    is_known = position < chunk.sequence.num_tokens  # else its drawer has ended it
+                    self._slots[slot] = _content(chunk.sequence, position) if is_known else None
+            for chunk, _ in writes:
+                if chunk.sequence.is_answering:
+                    self.check(chunk.sequence, chunk.end)
+
+        return compute
 
     def write(self, sequence: Sequence, position: int) -> None:
         """KV of one token, which depends on every token up to it."""

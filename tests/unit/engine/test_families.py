@@ -15,49 +15,9 @@ from engine.batch import BatchInputs
 from engine.engine import Engine
 from engine.sequence import Sequence
 from mesh.config import WorkerConfig
+from mesh.errors import ConfigError
 from mesh.messages import SamplingParams
-
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-_LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-FAMILIES: dict[str, transformers.PretrainedConfig] = {
-    "llama": transformers.LlamaConfig(**_SHAPE),
-    "llama-bias-untied": transformers.LlamaConfig(
-        **_SHAPE, attention_bias=True, tie_word_embeddings=False
-    ),
-    "llama-linear": transformers.LlamaConfig(
-        **_SHAPE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    ),
-    "llama-llama3": transformers.LlamaConfig(
-        **_SHAPE, rope_parameters={**_LLAMA3, "rope_theta": 1e4}
-    ),
-    "llama-yarn": transformers.LlamaConfig(**_SHAPE, rope_parameters={**_YARN, "rope_theta": 1e4}),
-    "mistral-window": transformers.MistralConfig(**_SHAPE, sliding_window=24),
-    "qwen2": transformers.Qwen2Config(**_SHAPE),
-    "qwen3": transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=True),
-    "gemma3": transformers.Gemma3TextConfig(
-        **_SHAPE, sliding_window=24, layer_types=["sliding_attention"] * 2 + ["full_attention"]
-    ),
-    "qwen3-moe": transformers.Qwen3MoeConfig(**_SHAPE, **_MOE, norm_topk_prob=True),
-}
+from tests.unit.engine.families import FAMILIES, SHAPE, random_model
 
 
 def _engine(folder: Path, **config: Any) -> Engine:
@@ -100,15 +60,7 @@ def _generate(engine: Engine, prompts: list[list[int]], count: int) -> list[list
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, tmp_path: Path) -> None:
-    config = FAMILIES[family]
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 0.0 if "gemma" in family else 1.0, 0.2)
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, 0.0, 0.3)
-    model.save_pretrained(tmp_path)
+    model = random_model(family, tmp_path)
     generator = torch.Generator().manual_seed(3)
     prompts = [
         torch.randint(3, 320, (length,), generator=generator).tolist()
@@ -141,7 +93,7 @@ def _last_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(("dtype", "bound"), [("bf16", 0.05), ("fp16", 0.01), ("int8", 0.05)])
 def test_kv_dtypes_stay_close_to_fp32(dtype: str, bound: float, tmp_path: Path) -> None:
     torch.manual_seed(7)
-    config = transformers.LlamaConfig(**{**_SHAPE, "initializer_range": 0.08})
+    config = transformers.LlamaConfig(**{**SHAPE, "initializer_range": 0.08})
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
         tmp_path
     )
@@ -151,3 +103,23 @@ def test_kv_dtypes_stay_close_to_fp32(dtype: str, bound: float, tmp_path: Path) 
     }
     error = (logits[dtype] - logits["fp32"]).abs().max() / logits["fp32"].abs().max()
     assert 0 < error < bound
+
+
+def test_final_logits_are_capped(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    config = transformers.Gemma3TextConfig(**SHAPE, final_logit_softcapping=5.0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(3, 320, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1]
+    assert 4.0 < expected.abs().max() <= 5.0
+    logits = _last_logits(_engine(tmp_path), prompt)[0]
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+
+
+def test_an_attention_softcap_is_refused_by_name(tmp_path: Path) -> None:
+    config = transformers.Gemma3TextConfig(**SHAPE, attn_logit_softcapping=5.0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="attention logit softcap is not supported on a cpu"):
+        _engine(tmp_path)

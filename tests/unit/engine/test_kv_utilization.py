@@ -67,6 +67,7 @@ class SaturatedWorker:
         plan = self.scheduler.schedule()
         self.arriving = plan.reserved
         sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        self.scheduler.launch(plan)
         self.scheduler.step_done(plan)
         live = self.scheduler.live_sequences()
         used = sum(sequence.num_computed_tokens for sequence in live)

@@ -20,7 +20,7 @@ def published(cache: PrefixCache, pool: BlockPool, tokens: list[int], salt: str)
     sequence = new_sequence(tokens, cache_salt=salt)
     sequence.block_table = pool.allocate(-(-len(tokens) // BLOCK_SIZE))
     sequence.num_computed_tokens = len(tokens)
-    cache.publish(sequence)
+    cache.publish(sequence, sequence.num_computed_tokens)
     return sequence
 
 
@@ -72,7 +72,7 @@ def test_a_block_is_published_only_when_all_of_it_is_computed() -> None:
     found = []
     for computed in range(5):
         sequence.num_computed_tokens = computed
-        cache.publish(sequence)
+        cache.publish(sequence, sequence.num_computed_tokens)
         found.append(len(cache.match(new_sequence([0, 1, 0, 1, 0]))))
     assert found == [0, 0, 1, 1, 2]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.block_pool import BlockPool
-from engine.scheduler import DISPLACE_AFTER_S, Scheduler, StepPlan
+from engine.scheduler import DISPLACE_AFTER_S, Scheduler
 from engine.sequence import Sequence
+from engine.step_plan import StepPlan
 from mesh.messages import SamplingParams
 
 BLOCK_SIZE = 4
@@ -40,6 +41,7 @@ def _compute(scheduler: Scheduler) -> StepPlan:
     """One step; whoever sampled is held for sending, as on a prefill worker."""
     plan = scheduler.schedule()
     done = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+    scheduler.launch(plan)
     scheduler.step_done(plan)
     for sequence in done:
         sequence.append(0)

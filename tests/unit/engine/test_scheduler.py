@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from engine.block_pool import BlockPool
-from engine.scheduler import MAX_PASSED, Scheduler, StepPlan
+from engine.scheduler import MAX_PASSED, Scheduler
 from engine.sequence import Sequence, SequenceState
+from engine.step_plan import StepPlan
 from tests.unit.engine.tiny_llama import new_sequence
 
 
@@ -21,6 +22,7 @@ def advance(scheduler: Scheduler) -> StepPlan:
     """One step whose every sampled token is 0; ended sequences leave."""
     plan = scheduler.schedule()
     sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+    scheduler.launch(plan)
     scheduler.step_done(plan)
     for sequence in sampled:
         sequence.append(0)

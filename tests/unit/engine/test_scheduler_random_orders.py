@@ -7,13 +7,17 @@ everything that fits ends.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
+from engine.step_plan import StepPlan
 from mesh.messages import SloClass
 from tests.unit.engine.simulated_kv import SimulatedKV
 from tests.unit.engine.tiny_llama import new_sequence
@@ -29,9 +33,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(1, 8),
         watermark=st.sampled_from([0.0, 0.3]),
+        overlap=st.booleans(),
     )
     def create(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, watermark: float
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        watermark: float,
+        overlap: bool,
     ) -> None:
         self.now_s = 0.0
         self.pool = BlockPool(num_blocks)
@@ -45,6 +56,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             clock=lambda: self.now_s,
         )
         self.kv = SimulatedKV(block_size)
+        self.overlap = overlap
+        self.computing: deque[tuple[StepPlan, Callable[[], None]]] = deque()
         self.live: list[Sequence] = []
         self.hands_off: set[Sequence] = set()
         self.quarantined: list[list[int]] = []
@@ -81,10 +94,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.5, 2.0]))
     def step(self, seconds: float = 1.0) -> None:
         self.now_s += seconds
+        is_computing = bool(self.computing)
+        if not is_computing or self.scheduler.can_run_ahead():
+            self.launch()
+        waits = is_computing or not self.overlap or not self.scheduler.can_run_ahead()
+        if self.computing and waits:
+            self.collect()
+
+    def launch(self) -> None:
+        """Plan a step; a late device computes it only when it must."""
         decoding = {
             s
             for s in self.live
-            if s.state is SequenceState.RUNNING and s.num_uncomputed_tokens == 1
+            if s.state is SequenceState.RUNNING
+            and s.num_uncomputed_tokens == 1
+            and not (s.num_pending_tokens and s.next_output_index >= s.sampling.max_tokens)
         }
         plan = self.scheduler.schedule()
         self.check_plan(plan, decoding)
@@ -96,10 +120,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.displaced.state is SequenceState.SENDING
             assert not plan.displaced.has_receiver
             plan.displaced.has_receiver = True  # its worker gives it up; its transfer ends later
+        if plan.chunks:
+            self.computing.append((plan, self.kv.launch(plan)))
+            self.scheduler.launch(plan)
+        self.check_census()
+
+    def collect(self) -> None:
+        """The oldest launched step is done."""
+        plan, compute = self.computing.popleft()
         sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        self.kv.compute(plan)
+        compute()
         self.scheduler.step_done(plan)
         for sequence in sampled:
+            if not sequence.is_answering:
+                continue
             sequence.append(len(sequence.token_ids) % 2)
             if sequence in self.hands_off:
                 self.scheduler.hold_for_sending(sequence)
@@ -147,7 +181,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def sending_ends(self, pick: int) -> None:
         for sequence in self.picked(pick, SequenceState.SENDING):
-            self.kv.check(sequence, sequence.num_computed_tokens)
+            if not any(sequence in (c.sequence for c in plan.chunks) for plan, _ in self.computing):
+                self.kv.check(sequence, sequence.num_computed_tokens)
             self.end(sequence)
 
     @rule(pick=PICK, state=st.sampled_from([SequenceState.WAITING, SequenceState.RUNNING]))
@@ -198,12 +233,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             or sequence.state in (SequenceState.SENDING, SequenceState.WAITING_FOR_KV)
             for sequence in self.live
         )
-        if scheduler.has_work and not blocked_by_others:
+        if scheduler.has_work and not blocked_by_others and not self.computing:
             assert plan.chunks, "nothing to wait for, and nothing was computed"
 
     def check_census(self) -> None:
         self.pool.check_integrity()
         owned = [block for s in self.live for block in set(s.block_table)]
+        owned += self.scheduler.launched.retired
         withheld = [block for blocks in self.quarantined for block in blocks]
         assert not set(owned) & set(withheld)
         assert len(set(withheld)) == len(withheld) == self.pool.num_quarantined
@@ -216,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         remaining = sum(s.num_tokens + s.sampling.max_tokens for s in self.live)
         for _ in range((len(self.live) + 1) * (remaining + 1)):
-            if not self.live:
+            if not self.live and not self.computing:
                 break
             self.step()
             for _ in range(len(self.live)):

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
+from engine.step_plan import StepPlan
 from mesh.messages import SloClass
 from tests.unit.engine.tiny_llama import new_sequence
 
@@ -41,6 +42,7 @@ def arrive(
 def step(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule()
     sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+    scheduler.launch(plan)
     scheduler.step_done(plan)
     for sequence in sampled:
         sequence.append(0)

@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from mesh.config import WorkerConfig
 from mesh.messages import SamplingParams
+from tests.unit.engine.late_runner import LateBackend
 
 VOCAB_SIZE = 96
 MAX_LEN = 256
@@ -46,8 +47,11 @@ class TinyLlama:
         self._model.save_pretrained(folder)
         self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
-    def engine(self, **fields: Any) -> Engine:
-        """A fresh engine in float32, 64 blocks of 16 slots unless told otherwise."""
+    def engine(self, *, overlap: bool = False, **fields: Any) -> Engine:
+        """A fresh engine in float32, 64 blocks of 16 slots unless told otherwise.
+
+        With ``overlap`` each step is planned ahead of a device that computes as late as it may.
+        """
         defaults: dict[str, Any] = {
             "role": "decode",
             "worker_id": "w",
@@ -58,7 +62,8 @@ class TinyLlama:
         }
         config = WorkerConfig(**{**defaults, **fields})
         config.validate()
-        return Engine(config, CpuBackend(config.weights, num_threads=2))
+        backend = (LateBackend if overlap else CpuBackend)(config.weights, num_threads=2)
+        return Engine(config, backend, overlap=overlap)
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Transformers' greedy continuation, recomputed from scratch for every token."""

@@ -57,7 +57,7 @@ def test_a_bad_gateway_field_is_named(field: str, value: Any) -> None:
         ("advertise_host", "a b"),
         ("control_port", 70000),
         ("http_port", -1),
-        ("weights", "fp16"),
+        ("weights", "fp8"),
         ("kv_blocks", -1),
         ("kv_memory_mib", 0),
         ("device", "tpu"),

@@ -43,12 +43,17 @@ Action = tuple[str, int, int]
 class Story:
     """Applies actions to a pair of workers with small pools and remembers who was disturbed."""
 
-    def __init__(self, tiny_llama: TinyLlama) -> None:
+    def __init__(self, tiny_llama: TinyLlama, overlap: bool) -> None:
         self.tiny_llama = tiny_llama
+        groups = 2 if overlap else 1  # what leaves during the forward does so late, too
         self.pair = WorkerPair(
-            tiny_llama.engine(role="prefill", kv_blocks=9, max_batched_tokens=20),
-            tiny_llama.engine(kv_blocks=6, max_num_seqs=3),
-        )
+            tiny_llama.engine(
+                overlap=overlap, role="prefill", kv_blocks=9, max_batched_tokens=20,
+                kv_layer_groups=groups,
+            ),
+            tiny_llama.engine(overlap=overlap, kv_blocks=6, max_num_seqs=3),
+            layer_groups=groups,
+        )  # fmt: skip
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.disturbed: set[str] = set()
 
@@ -113,22 +118,22 @@ def is_expected(failure: RequestFailed) -> bool:
 
 
 @SETTINGS
-@given(ACTIONS)
+@given(ACTIONS, st.booleans())
 def test_aborts_at_any_moment_leave_nothing_behind(
-    tiny_llama: TinyLlama, actions: list[Action]
+    tiny_llama: TinyLlama, actions: list[Action], overlap: bool
 ) -> None:
-    story = Story(tiny_llama)
+    story = Story(tiny_llama, overlap)
     for action in actions:
         story.apply(action)
     story.end()
 
 
 @SETTINGS
-@given(FAULTY_ACTIONS)
+@given(FAULTY_ACTIONS, st.booleans())
 def test_lost_links_gateways_and_leases_leave_nothing_behind(
-    tiny_llama: TinyLlama, actions: list[Action]
+    tiny_llama: TinyLlama, actions: list[Action], overlap: bool
 ) -> None:
-    story = Story(tiny_llama)
+    story = Story(tiny_llama, overlap)
     for action in actions:
         story.apply(action)
     story.end()

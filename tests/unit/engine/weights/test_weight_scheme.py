@@ -10,6 +10,7 @@ import pytest
 
 from engine.start import weight_scheme
 from mesh.config import Weights, WorkerConfig
+from mesh.errors import ConfigError
 from tests.unit.engine.weights.gguf_file import write_gguf
 
 
@@ -39,3 +40,9 @@ def test_safetensors_are_held_in_8_bits(saved_model: Callable[..., tuple[Any, Pa
 def test_the_packaged_model_is_a_4_bit_file_and_a_given_scheme_is_kept() -> None:
     assert scheme(None) == "int4"
     assert scheme(None, "fp32") == "fp32"
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp16", "w8a8"])
+def test_what_a_cpu_does_not_compute_with_is_refused(weights: Weights) -> None:
+    with pytest.raises(ConfigError, match=f"^weights: {weights} needs a GPU"):
+        scheme(None, weights)

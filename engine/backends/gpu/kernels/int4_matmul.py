@@ -1,0 +1,106 @@
+"""W4A16: 16-bit (or float32) activations times group-wise symmetric int4 weights."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.backends.gpu.kernels.packed_matmul import (
+    SplitWorkspace,
+    packed_matmul,
+    packed_variant,
+)
+from engine.backends.gpu.kernels.packed_weights import pack, unpack
+from engine.backends.gpu.tuning import launch_config
+from engine.backends.gpu.variant import Variant
+
+BITS = 4
+GROUPS = (32, 64, 128)
+_LARGEST = 7  # symmetric: -8 is left unused
+
+
+def quantise(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[N, K]`` floats → values ``[N, K]`` int8 in -7 .. 7 and scales ``[K / group, N]`` float16.
+
+    Rounds to the scales as stored, so that their own rounding costs nothing more.
+
+    Raises:
+        ValueError: K is not whole groups, or a scale is past float16.
+    """
+    num_outputs, size = weight.shape
+    if group not in GROUPS or size % group:
+        raise ValueError(f"rows of {size} are not whole groups of {group}, one of {GROUPS}")
+    groups = weight.to(torch.float32).view(num_outputs, size // group, group)
+    scales = (groups.abs().amax(dim=2) / _LARGEST).to(torch.float16)
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError("weights are too large for float16 scales, or not finite")
+    steps = scales.to(torch.float32)[:, :, None]
+    values = torch.where(steps > 0, groups / steps, 0.0).round().clamp(-_LARGEST, _LARGEST)
+    return values.to(torch.int8).view(num_outputs, size), scales.T.contiguous()
+
+
+def int4_matmul(
+    x: torch.Tensor,
+    weight_q: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    workspace: SplitWorkspace | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """``x @ w.T + bias``.
+
+    Args:
+        x: [M, K], unit stride in K.
+        weight_q: [ceil(K / 128), N, 16] int32, from ``pack(values, 4)``.
+        scales: [K / group, N]; the group follows from its shape.
+        bias: [N] or None.
+        out: [M, N], unit stride in N.
+        workspace: for few tokens; without it K is not split, which is slow for narrow weights.
+        num_splits: instead of what the card calls for (tests).
+    """
+    group = x.shape[1] // scales.shape[0]
+    assert group in GROUPS
+    assert group * scales.shape[0] == x.shape[1]
+    return packed_matmul(
+        x,
+        weight_q,
+        scales,
+        bias,
+        bits=BITS,
+        group=group,
+        out=out,
+        workspace=workspace,
+        config=launch_config("int4_matmul", m=x.shape[0], group=group),
+        num_splits=num_splits,
+    )
+
+
+def reference(
+    x: torch.Tensor, weight_q: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The same in plain torch, in x's type."""
+    group = x.shape[1] // scales.shape[0]
+    values = unpack(weight_q, BITS, x.shape[1]).to(x.dtype)
+    weight = values * scales.T.to(x.dtype).repeat_interleave(group, dim=1)
+    product = x @ weight.T
+    return product if bias is None else product + bias.to(x.dtype)
+
+
+def variants() -> list[Variant]:
+    """Few, some and many tokens; float16 differs from bfloat16 in constants alone."""
+    return [
+        packed_variant(
+            f"{str(dtype).removeprefix('torch.')} group {group} m {m}",
+            dtype=dtype,
+            bits=BITS,
+            group=group,
+            config=launch_config("int4_matmul", m=m, group=group),
+        )
+        for dtype, groups in ((torch.bfloat16, GROUPS), (torch.float16, (128,)))
+        for group in groups
+        for m in (1, 16, 64, 1024)
+    ]
+
+
+__all__ = ["GROUPS", "int4_matmul", "pack", "quantise", "reference", "variants"]
