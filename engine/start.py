@@ -19,12 +19,14 @@ from engine.gpu_profile import CudaMeter, GpuCacheSizer
 from engine.placement import ON_CPU, Placement
 from engine.warm_up import warm_up
 from engine.weights import open_model
-from mesh.config import WorkerConfig
+from mesh.config import Weights, WorkerConfig
 from mesh.errors import ConfigError
 from mesh.model_files import resolve_model
 
 _INT4_BELOW_BITS = 5.25
 """Between llama.cpp's 4-bit files (Q4_K_M: 4.9 bits a weight) and its 5-bit ones (5.5 and more)."""
+_INT8_BELOW_BITS = 12.0
+"""Between 8-bit files (Q8_0: 8.5) and 16-bit ones."""
 
 _logger = logging.getLogger(__name__)
 
@@ -72,11 +74,12 @@ def build_engine(config: WorkerConfig, placement: Placement = ON_CPU) -> Engine:
         ConfigError: the model or a size is unusable.
     """
     start_s = time.monotonic()
-    weights = weight_scheme(config)
-    config = msgspec.structs.replace(config, weights=weights)
     if placement.device == "cuda":
+        config = msgspec.structs.replace(config, weights=gpu_weight_scheme(config))
         engine = _gpu_engine(config, placement)
     else:
+        weights = weight_scheme(config)
+        config = msgspec.structs.replace(config, weights=weights)
         share = CoreShare(config.cores_file, config.role)
         engine = Engine(config, CpuBackend(weights, config.threads or share))
     engine.constrainer.prepare()
@@ -84,7 +87,7 @@ def build_engine(config: WorkerConfig, placement: Placement = ON_CPU) -> Engine:
     warm_up(engine)
     _logger.info(
         "model ready device=%s weights=%s load_s=%.1f warm_up_s=%.1f",
-        placement.device, weights, loaded_s - start_s, time.monotonic() - loaded_s,
+        placement.device, config.weights, loaded_s - start_s, time.monotonic() - loaded_s,
     )  # fmt: skip
     return engine
 
@@ -95,17 +98,16 @@ def _gpu_engine(config: WorkerConfig, placement: Placement) -> Engine:
     Raises:
         ConfigError: the driver and torch do not go together, or the model does not fit.
     """
-    device = torch.device("cuda:0")
     try:
-        torch.cuda.mem_get_info(device)  # starts CUDA
+        torch.cuda.mem_get_info(0)  # starts CUDA
     except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"device: torch {torch.__version__} cannot use CUDA: {reason}") from error
     # Not at the top: it loads triton, which a machine without a GPU need not have.
     module = importlib.import_module("engine.backends.gpu.backend")
-    backend: Backend = module.GpuBackend(config.weights, device)
-    return Engine(config, backend, sizer=GpuCacheSizer(config, CudaMeter(device)),
-                  placement=placement)  # fmt: skip
+    backend: Backend = module.GpuBackend(config.weights)
+    sizer = GpuCacheSizer(config, CudaMeter(backend.device))
+    return Engine(config, backend, sizer=sizer, placement=placement)
 
 
 def weight_scheme(config: WorkerConfig) -> WeightScheme:
@@ -119,6 +121,22 @@ def weight_scheme(config: WorkerConfig) -> WeightScheme:
             raise ConfigError(f"weights: {config.weights} needs a GPU")
         case "fp32" | "int8" | "int4":
             return config.weights
+    return "int4" if _bits_per_weight(config) < _INT4_BELOW_BITS else "int8"
+
+
+def gpu_weight_scheme(config: WorkerConfig) -> Weights:
+    """The same on a GPU, which has 16-bit arithmetic too.
+
+    Raises:
+        ConfigError: the model is unusable.
+    """
+    if config.weights != "auto":
+        return config.weights
+    bits = _bits_per_weight(config)
+    return "int4" if bits < _INT4_BELOW_BITS else "int8" if bits < _INT8_BELOW_BITS else "bf16"
+
+
+def _bits_per_weight(config: WorkerConfig) -> float:
     _, source = open_model(resolve_model(config.model))
     with source:
-        return "int4" if source.bits_per_weight() < _INT4_BELOW_BITS else "int8"
+        return source.bits_per_weight()

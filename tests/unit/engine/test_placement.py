@@ -12,10 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from cli.embedded_valkey import EmbeddedValkey
 from engine.device import choose_device, missing_for_cuda
 from engine.placement import Placement, show_gpus
+from engine.start import build_engine
 from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
@@ -60,8 +62,6 @@ def test_the_installed_torch_is_judged_without_loading_it() -> None:
     missing, loaded = done.stdout.splitlines()
     assert loaded == "False"
     assert missing == missing_for_cuda()
-    import torch
-
     assert (torch.version.cuda is None) == ("is built without CUDA" in missing)
 
 
@@ -83,13 +83,19 @@ class Placed:
         command = [sys.executable, "-m", "tests.unit.engine.placed_process",
                    msgspec.json.encode(config).decode()]  # fmt: skip
         self.process = subprocess.Popen(
-            command, cwd=_ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True
-        )
+            command, cwd=_ROOT, env=dict(environment), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
 
     def line(self) -> dict[str, Any]:
         """What it says next."""
         assert self.process.stdout is not None
         return dict(json.loads(self.process.stdout.readline()))
+
+    def wait_for(self, words: str) -> None:
+        """Until it logs these."""
+        assert self.process.stderr is not None
+        assert any(words in line for line in self.process.stderr), "it has ended"
 
     def uuids(self) -> list[str]:
         """What it was given."""
@@ -121,8 +127,9 @@ def start(valkey: EmbeddedValkey, tmp_path: Path) -> Iterator[Start]:
         if placed.process.poll() is None:
             placed.process.kill()
         placed.process.wait()
-        assert placed.process.stdout is not None
-        placed.process.stdout.close()
+        for stream in (placed.process.stdout, placed.process.stderr):
+            assert stream is not None
+            stream.close()
 
 
 def test_workers_share_a_host_out_among_themselves(start: Start) -> None:
@@ -131,8 +138,7 @@ def test_workers_share_a_host_out_among_themselves(start: Start) -> None:
     assert sorted(taken) == ["GPU-0", "GPU-1"]
     # The third has none until somebody leaves.
     third = start("d2", gpu_wait_s=30.0)
-    with pytest.raises(subprocess.TimeoutExpired):
-        third.process.wait(1.5)
+    third.wait_for("waiting for a GPU: 1 wanted of 2, leased are GPU-0")
     assert first.end() == 0
     assert third.uuids() == taken[:1]
     refused = start("d3", gpu_wait_s=0.0)
@@ -142,8 +148,7 @@ def test_workers_share_a_host_out_among_themselves(start: Start) -> None:
     assert refused.process.wait(20) == 3
     # A worker that waits can be told to stop.
     waiting = start("d4", gpu_wait_s=600.0)
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.process.wait(1.0)
+    waiting.wait_for("waiting for a GPU: ")
     assert waiting.end() == 0
 
 
@@ -197,3 +202,11 @@ def test_the_gpus_of_a_worker_are_in_its_metrics() -> None:
         'pdmesh:gpu_info{link_gb_s="300,0",memory_mib="81920",name="NVIDIA A100 80GB PCIe",'
         'uuid="GPU-00000002-0000-0000-0000-000000000000"} 1.0'
     ) in metrics.render().decode()
+
+
+def test_a_driver_that_torch_cannot_use_is_refused_by_name() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CUDA works here")
+    config = WorkerConfig(role="decode", worker_id="d", redis_url="redis://h", device="cuda")
+    with pytest.raises(ConfigError, match=r"^device: torch \S+ cannot use CUDA: "):
+        build_engine(config, Placement("cuda", unlinked()))
