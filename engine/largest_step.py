@@ -13,14 +13,20 @@ from engine.block_pool import BlockPool
 from engine.models.decoder import Decoder
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step_runner import StepOutput
 from mesh.messages import SamplingParams
 
 
 @torch.inference_mode()
 def run_largest_step(
-    model: Decoder, spec: KVCacheSpec, *, max_num_seqs: int, max_batched_tokens: int
-) -> torch.Tensor:
-    """Compute as many tokens and logits as a step ever does.
+    model: Decoder,
+    spec: KVCacheSpec,
+    *,
+    max_num_seqs: int,
+    max_batched_tokens: int,
+    max_model_len: int,
+) -> StepOutput:
+    """Compute as many tokens, and sample as many, as a step ever does.
 
     All KV goes to one block, so that the cache needs no room here; what is computed means nothing.
     The backend's cache is left a block large: allocate the real one, and a step runner, afterwards.
@@ -30,9 +36,10 @@ def run_largest_step(
         spec: the cache's geometry; the number of blocks does not matter.
         max_num_seqs: most sequences in one step.
         max_batched_tokens: most tokens in one step.
+        max_model_len: tokens of the longest sequence, for which a runner has room.
 
     Returns:
-        The logits, [number of sequences, V].
+        What the step gave: a token for each sequence.
     """
     num_sequences = min(max_num_seqs, max_batched_tokens)
     lengths = [
@@ -64,5 +71,12 @@ def run_largest_step(
         chunk.sequence.block_table[:] = [0] * len(chunk.sequence.block_table)
     backend = model.backend
     backend.allocate_kv_cache(replace(spec, num_blocks=1))
-    backend.step_runner(StepSizes(max_batched_tokens, num_sequences, blocks_each))
-    return model.forward(build_batch(chunks, spec.block_size))
+    runner = backend.step_runner(
+        StepSizes(
+            num_tokens=max_batched_tokens,
+            num_sequences=num_sequences,
+            num_blocks=-(-max_model_len // spec.block_size),
+        )
+    )
+    batch = build_batch(chunks, spec.block_size)
+    return runner.launch(model, batch, [chunk.sequence for chunk in chunks], []).finish()
