@@ -79,9 +79,11 @@ Start = Callable[..., "Placed"]
 class Placed:
     """One process of ``placed_process``."""
 
-    def __init__(self, config: WorkerConfig, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: WorkerConfig, environment: Mapping[str, str], num_gpus: int = 1
+    ) -> None:
         command = [sys.executable, "-m", "tests.unit.engine.placed_process",
-                   msgspec.json.encode(config).decode()]  # fmt: skip
+                   msgspec.json.encode(config).decode(), str(num_gpus)]  # fmt: skip
         self.process = subprocess.Popen(
             command, cwd=_ROOT, env=dict(environment), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -110,6 +112,12 @@ class Placed:
         self.process.send_signal(number)
         return self.process.wait(20)
 
+    def close(self) -> None:
+        """Forget its output."""
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
 
 @pytest.fixture
 def start(valkey: EmbeddedValkey, tmp_path: Path) -> Iterator[Start]:
@@ -127,9 +135,7 @@ def start(valkey: EmbeddedValkey, tmp_path: Path) -> Iterator[Start]:
         if placed.process.poll() is None:
             placed.process.kill()
         placed.process.wait()
-        for stream in (placed.process.stdout, placed.process.stderr):
-            assert stream is not None
-            stream.close()
+        placed.close()
 
 
 def test_workers_share_a_host_out_among_themselves(start: Start) -> None:
@@ -150,6 +156,29 @@ def test_workers_share_a_host_out_among_themselves(start: Start) -> None:
     waiting = start("d4", gpu_wait_s=600.0)
     waiting.wait_for("waiting for a GPU: ")
     assert waiting.end() == 0
+
+
+def test_a_worker_of_two_ranks_gets_a_linked_pair(valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    gpus = [
+        FakeGpu("NVIDIA A100 80GB PCIe", links=[FakeLink(version=4, kind="GPU", remote=remote)] * 8)
+        for remote in (2, 3, 0, 1)
+    ]
+    near = ((0, 40, 50, 50), (40, 0, 50, 50), (50, 50, 0, 40), (50, 50, 40, 0))
+    environment = build_fake_nvml(tmp_path, gpus, near)
+    given = []
+    for worker_id in ("d0", "d1"):
+        config = WorkerConfig(role="decode", worker_id=worker_id, redis_url=valkey.url)
+        worker = Placed(config, environment, num_gpus=2)
+        try:
+            worker.wait_for("NVLink 200 GB/s between all pairs: GPU-")
+            said = worker.line()
+            given.append(said["visible"])
+            assert [gpu["link_gb_s"] for gpu in said["gpus"]] == [[0, 200], [200, 0]]
+        finally:
+            # As a crash does, without giving the lease back.
+            worker.end(signal.SIGKILL)
+            worker.close()
+    assert given == ["GPU-0,GPU-2", "GPU-1,GPU-3"]
 
 
 def test_a_worker_whose_lease_is_taken_stops_and_says_so(
