@@ -169,6 +169,7 @@ class Engine:
                 num_tokens=config.max_batched_tokens,
                 num_sequences=self.scheduler.max_num_seqs,
                 num_blocks=-(-self.max_sequence_tokens // config.block_size),
+                vocab_size=self.model_config.vocab_size,
             )
         )
 

@@ -131,6 +131,7 @@ class StepSizes:
     num_sequences: int
     num_blocks: int
     """Of one sequence."""
+    vocab_size: int
 
 
 class Backend(Protocol):

@@ -31,7 +31,7 @@ from engine.backends.gpu.kernels.paged_tile import (
     tile_mask,
     unpack_int8,
 )
-from engine.backends.gpu.tuning import launch_config
+from engine.backends.gpu.tuning import LaunchConfig, launch_config
 from engine.backends.gpu.variant import Variant
 
 MAX_SPLITS = 64
@@ -45,7 +45,7 @@ _COMBINED_AT_ONCE = 16
 _LEAST_DOT_ROWS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _paged_decode_kernel(
     q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
     out_ptr, partial_ptr, lse_ptr,
@@ -103,6 +103,7 @@ def _paged_decode_kernel(
     acc = tl.zeros([GROUP_PADDED, DIM_PADDED // PARTS], tl.float32)
     acc_odd = acc
     n = tl.arange(0, BLOCK_N)
+    factor = 1.0 if SOFTCAP else score_scale
     for start in range(begin, end, BLOCK_N):
         position = start + n
         valid = (position >= low) & (position < end)
@@ -117,15 +118,16 @@ def _paged_decode_kernel(
             even, odd = unpack_int8(keys, DOT)
             scores = tl.dot(q, tl.trans(even), input_precision="tf32x3")
             scores = tl.dot(q_odd, tl.trans(odd), scores, input_precision="tf32x3")
-            scores *= k_scales[None, :] * score_scale
+            scores *= k_scales[None, :]
         else:
-            scores = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="tf32x3") * score_scale
+            scores = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="tf32x3")
         if SOFTCAP:
-            scores = soft_capped(scores, softcap_log2)
+            scores = soft_capped(scores * score_scale, softcap_log2)
         scores = tl.where(valid[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # One fused multiply-add per score, after the maximum.
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
         rescale = tl.exp2(top - new_top)[:, None]
-        weights = tl.exp2(scores - new_top[:, None])
+        weights = tl.exp2(scores * factor - new_top[:, None])
         totals = totals * rescale + weights
         top = new_top
         values = tl.load(values_ptr + at, mask=mask, other=0)
@@ -140,9 +142,9 @@ def _paged_decode_kernel(
 
     total = tl.sum(totals, axis=1)
     # A padding row (context_len 0) has summed nothing.
-    factor = (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
+    inverse = (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     if QUANTISED:
-        factor *= 1.0 / V_SCALE_LIFT
+        inverse *= 1.0 / V_SCALE_LIFT
     if SPLIT:
         tl.store(lse_ptr + result, top + tl.log2(total), mask=rows < GROUP)
         out_ptrs = partial_ptr + result[:, None] * HEAD_DIM
@@ -151,12 +153,12 @@ def _paged_decode_kernel(
         out_ptrs += heads[:, None] * out_head_stride
     out_ptrs += d[None, :] * PARTS
     dtype = out_ptrs.dtype.element_ty
-    tl.store(out_ptrs, (acc * factor).to(dtype), mask=q_mask)
+    tl.store(out_ptrs, (acc * inverse).to(dtype), mask=q_mask)
     if QUANTISED:
-        tl.store(out_ptrs + 1, (acc_odd * factor).to(dtype), mask=q_mask)
+        tl.store(out_ptrs + 1, (acc_odd * inverse).to(dtype), mask=q_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
     partial_ptr, lse_ptr, out_ptr, out_seq_stride, out_head_stride, num_splits,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -230,6 +232,7 @@ def paged_decode(
     out: torch.Tensor,
     workspace: torch.Tensor,
     num_splits: int,
+    config: LaunchConfig | None = None,
 ) -> None:
     """Write each sequence's attention to ``out``.
 
@@ -243,12 +246,13 @@ def paged_decode(
         block_tables: [B, max blocks] int32; entries past a sequence's context are not followed.
         context_lens: [B] int32 keys of each sequence, up to the width of the tables; 0 for a
             padding row, whose output is zero.
-        scale: Of the scores.
+        scale: Of the scores; positive.
         window: The last keys that are seen; 0 is all.
         softcap: Scores become ``softcap * tanh(score / softcap)``; 0 leaves them.
         out: [B, Hq, D] of any float dtype.
         workspace: At least ``workspace_size`` float32 elements, contiguous; overwritten.
         num_splits: 1 … ``MAX_SPLITS``, as from ``choose_splits``.
+        config: Instead of the tuning table's, to measure others.
     """
     batch, num_q_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = keys.shape
@@ -257,6 +261,7 @@ def paged_decode(
     assert size <= workspace.numel()
     assert workspace.dtype == torch.float32
     assert num_q_heads % num_kv_heads == 0
+    assert scale > 0.0
     assert q.stride(2) == out.stride(2) == block_tables.stride(1) == context_lens.stride(0) == 1
     assert keys.stride() == values.stride()
     assert keys.stride()[2:] == (head_dim, 1)
@@ -265,7 +270,8 @@ def paged_decode(
     group = num_q_heads // num_kv_heads
     dim_padded = triton.next_power_of_2(head_dim)
     dot = dot_dtype_of(q.dtype, keys.dtype)
-    config = launch_config("paged_decode", head_dim=dim_padded, kv=kv_name(dot, keys.dtype))
+    name = kv_name(dot, keys.dtype)
+    config = config or launch_config("paged_decode", head_dim=dim_padded, kv=name)
     partial = workspace[: batch * num_q_heads * num_splits * head_dim]
     lse = workspace[partial.numel() :]
     log2e = math.log2(math.e)

@@ -1,0 +1,79 @@
+"""Decode steps as one launch each: captured once per batch size, padded up to the next size.
+
+    sizes     1   2   4   8        16       24       32  …  most sequences
+    batch 19  ─────────────────────────────▶ replayed with 5 padding rows
+
+A padding row writes no KV, sees no keys and draws a token that nobody reads. A graph begins with
+the pending tokens and ends with the drawn ones, so that nothing of a step waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.backends.gpu.device import Device
+from engine.backends.gpu.kernels.take_tokens import take_tokens
+from engine.backends.gpu.sampling import Sampler
+from engine.backends.gpu.step import StepInputBuffers
+from engine.models.decoder import Decoder
+
+_SMALL_SIZES = (1, 2, 4)
+_SIZE_STEP = 8
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeGraph:
+    """Decodes of up to ``num_rows`` sequences."""
+
+    num_rows: int
+    replay: Callable[[], None]
+
+
+class DecodeGraphs:
+    """Owns the graphs of one model; none before ``capture``."""
+
+    def __init__(
+        self, device: Device, inputs: StepInputBuffers, sampler: Sampler, num_rows: int
+    ) -> None:
+        """Args: num_rows: the most sequences of a step."""
+        self._device = device
+        self._inputs = inputs
+        self._sampler = sampler
+        self._sizes = graph_sizes(num_rows)
+        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+
+    def capture(self, model: Decoder) -> None:
+        """Capture every size, the largest first: smaller ones then fit into its memory."""
+        for num_rows in reversed(self._sizes):
+            for is_cut in (False, True):
+                self._graphs[num_rows, is_cut] = self._capture_size(model, num_rows, is_cut)
+
+    def find_size(self, num_rows: int) -> int | None:
+        """The least number of rows that is captured and holds so many; None: there is none."""
+        size = next((size for size in self._sizes if size >= num_rows), None)
+        return size if (size, False) in self._graphs else None
+
+    def get(self, num_rows: int, *, is_cut: bool) -> DecodeGraph:
+        """The graph of exactly so many rows; with ``is_cut`` it searches for top_k and top_p."""
+        return self._graphs[num_rows, is_cut]
+
+    def _capture_size(self, model: Decoder, num_rows: int, is_cut: bool) -> DecodeGraph:
+        step, sources = self._inputs.decode_step(num_rows)
+        rows = replace(self._sampler.stage([], num_rows), is_cut=is_cut)
+        drawn = self._inputs.drawn
+
+        def run() -> None:
+            take_tokens(step.token_ids, sources, drawn)
+            self._sampler.draw(model.compute(step), rows, drawn[:num_rows])
+
+        with torch.inference_mode():
+            return DecodeGraph(num_rows, self._device.capture(run))
+
+
+def graph_sizes(num_rows: int) -> list[int]:
+    """1, 2, 4, then multiples of 8, and the largest itself."""
+    sizes = {*_SMALL_SIZES, *range(_SIZE_STEP, num_rows, _SIZE_STEP), num_rows}
+    return sorted(size for size in sizes if size <= num_rows)

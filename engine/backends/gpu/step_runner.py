@@ -1,0 +1,116 @@
+"""Launches steps on a GPU: copies in, forward, draw, copies out, with no wait in between.
+
+    pinned ──copy──▶ inputs │ pending tokens ← drawn │ forward │ draw → drawn │ ──copy──▶ pinned
+                            └───── one CUDA graph for a step of decodes ──────┘           event
+
+Only ``finish`` waits, for the event behind the last copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from engine.backends.base import StepSizes
+from engine.backends.gpu.decode_graphs import DecodeGraphs
+from engine.backends.gpu.device import Device, Event
+from engine.backends.gpu.sampling import Sampler
+from engine.backends.gpu.step import StepInputBuffers, is_pure_decode
+from engine.batch import BatchInputs
+from engine.models.decoder import Decoder
+from engine.sequence import Sequence
+from engine.step_runner import OnKVWritten, StepOutput
+
+_TOKEN_BYTES = 4
+_MOST_LAUNCHED = 2
+
+
+class GpuRunner:
+    """Implements ``StepRunner``."""
+
+    def __init__(self, device: Device, inputs: StepInputBuffers, sizes: StepSizes) -> None:
+        """Borrow the backend's device and step inputs."""
+        self._device = device
+        self._inputs = inputs
+        self._sampler = Sampler(device, sizes.num_sequences, sizes.vocab_size)
+        self.graphs = DecodeGraphs(device, inputs, self._sampler, sizes.num_sequences)
+        self._model: Decoder | None = None
+        self._drawn = [
+            device.pinned(sizes.num_sequences * _TOKEN_BYTES).view(torch.int32)
+            for _ in range(_MOST_LAUNCHED)
+        ]
+        self._turn = 0
+        self._num_launched = 0
+        self.num_replayed = 0
+        """Steps that were one graph."""
+
+    def prepare(self, model: Decoder) -> None:
+        """See StepRunner: capture the decode steps of this model."""
+        assert not self._num_launched
+        if model.config.num_experts:
+            return  # which experts a token takes is asked of the device in every layer
+        self.graphs.capture(model)
+        self._model = model
+
+    def launch(
+        self, model: Decoder, batch: BatchInputs, sequences: SequenceOf[Sequence],
+        host_rows: SequenceOf[int], on_kv_written: OnKVWritten | None = None,
+    ) -> GpuComputing:  # fmt: skip
+        """See StepRunner."""
+        assert self._num_launched < _MOST_LAUNCHED
+        num_rows = len(sequences)
+        marks: list[tuple[int, Event]] = []
+        logits: torch.Tensor | None = None
+        size = None
+        if model is self._model and not host_rows and on_kv_written is None:
+            size = self.graphs.find_size(num_rows) if is_pure_decode(batch) else None
+        if size is not None:
+            self._inputs.stage_decodes(batch, size)
+            rows = self._sampler.stage(sequences, size)
+            self.graphs.get(size, is_cut=rows.is_cut).replay()
+            self.num_replayed += 1
+        else:
+
+            def mark(layer: int) -> None:
+                marks.append((layer, self._device.record()))
+
+            computed = model.forward(batch, None if on_kv_written is None else mark)
+            if len(host_rows) < num_rows:
+                rows = self._sampler.stage(sequences, num_rows)
+                self._sampler.draw(computed, rows, self._inputs.drawn[:num_rows])
+            if host_rows:
+                wanted = computed if len(host_rows) == num_rows else computed[list(host_rows)]
+                logits = wanted.float().to("cpu", non_blocking=True)
+        drawn = self._drawn[self._turn][:num_rows]
+        drawn.copy_(self._inputs.drawn[:num_rows], non_blocking=True)
+        self._turn = (self._turn + 1) % _MOST_LAUNCHED
+        self._num_launched += 1
+        return GpuComputing(self, marks, on_kv_written, self._device.record(), drawn, logits)
+
+    def _finished(self) -> None:
+        self._num_launched -= 1
+
+
+@dataclass(slots=True, frozen=True)
+class GpuComputing:
+    """Implements ``ComputingStep``."""
+
+    runner: GpuRunner
+    marks: list[tuple[int, Event]]
+    on_kv_written: OnKVWritten | None
+    done: Event
+    drawn: torch.Tensor
+    logits: torch.Tensor | None
+
+    def finish(self) -> StepOutput:
+        """See ComputingStep."""
+        for layer, event in self.marks:
+            event.wait()
+            assert self.on_kv_written is not None
+            self.on_kv_written(layer)
+        self.done.wait()
+        self.runner._finished()
+        logits = torch.empty(0) if self.logits is None else self.logits
+        return StepOutput(self.drawn.tolist(), logits)
