@@ -76,6 +76,7 @@ def run_largest_step(
             num_tokens=max_batched_tokens,
             num_sequences=num_sequences,
             num_blocks=-(-max_model_len // spec.block_size),
+            vocab_size=model.config.vocab_size,
         )
     )
     batch = build_batch(chunks, spec.block_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import threading
 import time
@@ -11,7 +10,6 @@ import time
 import msgspec
 import torch
 
-from engine.backends.base import Backend
 from engine.backends.cpu.backend import CpuBackend, WeightScheme
 from engine.backends.cpu.core_share import CoreShare
 from engine.engine import Engine
@@ -103,9 +101,11 @@ def _gpu_engine(config: WorkerConfig, placement: Placement) -> Engine:
     except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"device: torch {torch.__version__} cannot use CUDA: {reason}") from error
-    # Not at the top: it loads triton, which a machine without a GPU need not have.
-    module = importlib.import_module("engine.backends.gpu.backend")
-    backend: Backend = module.GpuBackend(config.weights)
+    # Late: it loads triton, which a machine without a GPU need not have.
+    from engine.backends.gpu.backend import GpuBackend
+
+    assert config.weights != "auto"
+    backend = GpuBackend(config.weights)
     sizer = GpuCacheSizer(config, CudaMeter(backend.device))
     return Engine(config, backend, sizer=sizer, placement=placement)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -18,6 +15,7 @@ from engine.step_runner import OnKVWritten
 from engine.weights.stored_size import least_weight_bytes
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
+from tests.unit.engine.memory_meter import Meter
 from tests.unit.engine.tiny_llama import MAX_LEN, VOCAB_SIZE, TinyLlama
 
 _MIB = 1 << 20
@@ -26,31 +24,6 @@ _MIB = 1 << 20
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
     return TinyLlama(tmp_path_factory.mktemp("tiny"))
-
-
-@dataclass
-class Meter:
-    """A device whose figures are given; what runs on it is real."""
-
-    size: int
-    elsewhere: int = 0
-    before: int = 0
-    at_most: int = 0
-    runs: int = 0
-
-    def total(self) -> int:
-        return self.size
-
-    def outside(self) -> int:
-        return self.elsewhere
-
-    def allocated(self) -> int:
-        return self.before
-
-    def peak_of(self, run: Callable[[], object]) -> int:
-        run()
-        self.runs += 1
-        return self.at_most
 
 
 def config(tiny: TinyLlama, **fields: object) -> WorkerConfig:
