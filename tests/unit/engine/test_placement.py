@@ -181,6 +181,25 @@ def test_a_worker_of_two_ranks_gets_a_linked_pair(valkey: EmbeddedValkey, tmp_pa
     assert given == ["GPU-0,GPU-2", "GPU-1,GPU-3"]
 
 
+def test_a_gpu_that_strangers_use_is_the_last_and_told_of(
+    valkey: EmbeddedValkey, tmp_path: Path
+) -> None:
+    gpus = [FakeGpu(used=30 << 30), FakeGpu()]
+    environment = build_fake_nvml(tmp_path, gpus, ((0, 40), (40, 0)))
+    for num_gpus, given in ((1, ["GPU-1"]), (2, ["GPU-0", "GPU-1"])):
+        config = WorkerConfig(role="decode", worker_id=f"d{num_gpus}", redis_url=valkey.url)
+        worker = Placed(config, environment, num_gpus)
+        try:
+            if num_gpus == 2:
+                worker.wait_for("GPU-0 has 30.0 GiB in use by others without a lease")
+            assert worker.uuids() == given
+            assert worker.end() == 0
+        finally:
+            worker.process.kill()
+            worker.process.wait()
+            worker.close()
+
+
 def test_a_worker_whose_lease_is_taken_stops_and_says_so(
     start: Start, valkey: EmbeddedValkey
 ) -> None:
