@@ -130,6 +130,12 @@ _ENGINE_FLAGS = (
         "int8: compress all KV on its way, for slow links (default: as it is)",
         KV_WIRES,
     ),
+    _Flag(
+        "tensor_parallel",
+        int,
+        "RANKS",
+        "processes among which a worker's layers are split; they divide the model's KV heads",
+    ),
     _Flag("threads", int, "THREADS", "compute threads of one worker; 0: all cores, shared"),
     _Flag("lease_s", float, "SECONDS", "how long a transfer lives without a sign of life"),
     _Flag("profile_dir", str, "FOLDER", "where /debug/profile leaves traces (default: nowhere)"),

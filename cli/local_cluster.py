@@ -20,6 +20,7 @@ from cli.roles import PARENT_VARIABLE
 from cli.supervisor import Supervisor
 from mesh.config import ROLES, GatewayConfig, WorkerConfig
 from mesh.errors import ConfigError
+from mesh.messages import Role
 from mesh.model_files import resolve_model
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +68,7 @@ class LocalCluster:
         )
         counts = {"prefill": options.prefill, "decode": options.decode}
         self.worker_configs = [
-            worker_config(local, role, f"{prefix}{role}-{i}")
+            worker_config(_of_role(local, role), role, f"{prefix}{role}-{i}")
             for role in ROLES
             for i in range(counts[role])
         ]
@@ -145,6 +146,12 @@ class LocalCluster:
             },
         )
         return ChildProcess(spec, self._run_dir)
+
+
+def _of_role(options: argparse.Namespace, role: Role) -> argparse.Namespace:
+    """The flags of ``up`` as the workers of one role have them."""
+    own = getattr(options, f"{role}_tp", 0)
+    return argparse.Namespace(**{**vars(options), "tensor_parallel": own}) if own else options
 
 
 def _join(root: str, path: str) -> str:

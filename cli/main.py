@@ -16,6 +16,7 @@ from cli import flags
 from cli.bench import run_bench
 from cli.checks import run_checks, run_tests
 from cli.roles import run_gateway, run_worker
+from mesh.config import ROLES
 from mesh.errors import PdmeshError
 
 _MAX_WORKERS = 64
@@ -49,6 +50,14 @@ def build_parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--decode", type=_count, default=1, metavar="N", help="decode workers (default: 1)"
     )
+    for role in ROLES:
+        up.add_argument(
+            f"--{role}-tp",
+            type=int,
+            default=0,
+            metavar="RANKS",
+            help=f"--tensor-parallel of the {role} workers (default: as of all)",
+        )
     up.add_argument(
         "--log-dir",
         default="",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
+from decode_worker.kv_import import NICENESS, make_receiver, open_rank
 from decode_worker.loop import (
     BlocksFreed,
     Command,
@@ -17,14 +19,17 @@ from decode_worker.loop import (
 )
 from decode_worker.prefill_links import PrefillLinks
 from engine.engine import Engine
+from engine.tensor_parallel.follower_processes import FollowerProcesses
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from engine.worker_host import WorkerHost
 from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
 from engine.worker_spans import log_failure, log_leg, open_spans
-from kvtransfer.data_plane import open_data_plane
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
-from kvtransfer.receiver import TransferReceiver
+from kvtransfer.rank_messages import ReceiveReport
+from kvtransfer.rank_names import by_worker
+from kvtransfer.ranked_receiver import RankedReceiver
+from kvtransfer.remote_receiver import RemoteReceiver
 from kvtransfer.transfer_metrics import ReceiveMetrics
 from mesh.config import WorkerConfig
 from mesh.errors import IncompatiblePeer, PdmeshError, TransferFailed
@@ -43,17 +48,27 @@ from mesh.service import process_epoch
 
 _logger = logging.getLogger(__name__)
 
-NICENESS = 5
-"""Of the computing threads: after what passes tokens on, before a prefill worker's."""
-
 
 class DecodeControl:
     """Wires the loop, the receiver, the links and the host together; lives in one event loop."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine) -> None:
-        epoch = process_epoch()
-        memory = engine.kv_memory
-        data_plane = open_data_plane(config, engine.kv_spec, memory.buffer, memory.mapping, epoch)
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        followers: FollowerProcesses | None = None,
+        epoch: int = 0,
+    ) -> None:
+        """Wire everything up; nothing runs before ``run``.
+
+        Args:
+            config: The worker's.
+            engine: Of this process, which is rank 0 where there are several.
+            followers: The other ranks; the caller closes them.
+            epoch: This start of the worker; 0: now.
+        """
+        epoch = epoch or process_epoch()
+        data_plane = open_rank(config, engine, epoch)
         self._transport = data_plane.transport
         self._host = WorkerHost(
             config, engine, epoch=epoch, offer=data_plane.offer, load=self._load,
@@ -68,15 +83,16 @@ class DecodeControl:
             on_up=self._on_prefill_up,
             on_down=self._on_prefill_down,
         )
-        self._receiver = TransferReceiver(
-            worker_id=config.worker_id,
-            epoch=epoch,
-            fingerprint=engine.fingerprint,
-            transport=self._transport,
-            send=data_plane.wrap(self._links.send),
-            layout=data_plane.layout,
-            encoding=config.kv_wire,
-            lease_s=config.lease_s,
+        send = by_worker(data_plane.wrap(self._links.send))
+        remotes = []
+        if followers is not None:
+            remotes = [
+                RemoteReceiver(partial(followers.send, rank), send, config.lease_s)
+                for rank in range(1, followers.size)
+            ]
+        self._receiver = RankedReceiver(
+            [make_receiver(config, engine, data_plane, epoch, send), *remotes],
+            num_kv_heads=engine.model_config.num_kv_heads,
         )
         self._loop = DecodeLoop(engine)
         self._runtime: WorkerRuntime[Command, Event] = WorkerRuntime(
@@ -89,6 +105,9 @@ class DecodeControl:
             load=self._load,
             drain_s=config.drain_s,
         )
+        if followers is not None:
+            followers.on_lost = self._runtime.fail
+            followers.on_report = lambda rank, report: self._on_report(remotes[rank - 1], report)
         engine.constrainer.on_ready = self._runtime.wake
         self._metrics = ReceiveMetrics()
         self._spans = open_spans(config)
@@ -115,6 +134,10 @@ class DecodeControl:
                 self._spans.forget(message.transfer_id)
         else:
             _logger.warning("unexpected message peer=%s type=%s", peer_id, type(message).__name__)
+
+    def _on_report(self, remote: RemoteReceiver, report: ReceiveReport) -> None:
+        remote.on_report(report)
+        self._runtime.poll_soon()
 
     def _on_gateway_down(self, peer_id: str) -> None:
         self._runtime.post(GatewayLost(peer_id))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from engine.placement import Placement, run_placed
+from kvtransfer.rank_messages import ReceiveReport
 from mesh.config import WorkerConfig
-from mesh.service import run_service, setup_logging
+from mesh.service import process_epoch, run_service, setup_logging
 from mesh.threads import configure_threads
 
 
@@ -24,11 +25,19 @@ def run(config: WorkerConfig) -> None:
         async def serve(placement: Placement) -> None:
             # Loads torch, which reads the thread settings and what GPUs there are.
             from decode_worker.control import DecodeControl
-            from engine.start import start_engine
+            from engine.start import start_engine, start_followers
 
-            engine = await start_engine(config, placement)
-            if not stop.is_set():
-                await DecodeControl(config, engine).run(stop)
+            epoch = process_epoch()
+            followers = start_followers(
+                config, placement, "decode_worker.follower", ReceiveReport, epoch
+            )
+            try:
+                engine = await start_engine(config, placement, followers)
+                if not stop.is_set():
+                    await DecodeControl(config, engine, followers, epoch).run(stop)
+            finally:
+                if followers is not None:
+                    await followers.close()
 
         await run_placed(config, stop, serve)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.backends.base import Backend, KVCacheSpec, KVDtype, StepSizes
-from engine.batch import build_batch
+from engine.batch import BatchInputs, build_batch
 from engine.block_pool import BlockPool
 from engine.constrainer import Constrainer
 from engine.gpu_profile import GpuCacheSizer
@@ -28,6 +28,8 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step_plan import ScheduledChunk, StepPlan
 from engine.step_runner import ComputingStep
+from engine.tensor_parallel.group import TensorParallelGroup
+from engine.tensor_parallel.shard import ModelShard, plan_shard
 from engine.weights import open_model
 from mesh import metrics
 from mesh.config import WorkerConfig
@@ -100,20 +102,22 @@ class Engine:
         self,
         config: WorkerConfig,
         backend: Backend,
+        group: TensorParallelGroup | None = None,
         *,
-        overlap: bool | None = None,
         sizer: GpuCacheSizer | None = None,
         placement: Placement = ON_CPU,
+        overlap: bool | None = None,
     ) -> None:
-        """Load the model and allocate the cache.
+        """Load the model and allocate the cache; of several ranks, this one's part of both.
 
         Args:
-            config: The worker's.
-            backend: Runs the model.
+            config: this worker's.
+            backend: runs the model.
+            group: the ranks among which it is divided; None: it is whole.
+            sizer: decides the number of KV blocks; None: the configuration does.
+            placement: what the backend computes on, for those who ask.
             overlap: Plan each step while the one before it is computed. None: where that happens
-                on another device than the planning.
-            sizer: Decides the number of KV blocks; None: the configuration does.
-            placement: What the backend computes on, for those who ask.
+                on another device than the planning, and no other rank must be told of the step.
 
         Raises:
             ConfigError: the model or the cache size is unusable; says which number to change.
@@ -122,15 +126,20 @@ class Engine:
         self.model_config, source = open_model(files)
         self.placement = placement
         max_model_len = _max_model_len(config, self.model_config)
-        self.kv_spec = _kv_spec(config, self.model_config, backend.default_kv_dtype)
+        self.group = group = group or TensorParallelGroup()
+        self.shard = plan_shard(self.model_config, group.rank, group.size, config.weights)
+        self.kv_spec = _kv_spec(config, self.model_config, self.shard, backend.default_kv_dtype)
         if sizer is not None:
             sizer.check(self.model_config, self.kv_spec, max_model_len)
         with source:
-            self.model = Decoder(self.model_config, source, backend, max_model_len)
+            self.model = Decoder(
+                self.model_config, source, backend, max_model_len, self.shard, group
+            )
             weights_hash = source.content_hash()
+        num_blocks = self.kv_spec.num_blocks
         if sizer is not None:
             num_blocks = sizer(self.model, self.kv_spec, max_model_len)
-            self.kv_spec = replace(self.kv_spec, num_blocks=num_blocks)
+        self.kv_spec = replace(self.kv_spec, num_blocks=group.least(num_blocks))
         self._backend = backend
         num_blocks = self.kv_spec.num_blocks + config.num_staging_blocks
         self.kv_memory = backend.allocate_kv_cache(replace(self.kv_spec, num_blocks=num_blocks))
@@ -157,11 +166,16 @@ class Engine:
         """Measured by the first profile."""
         self._plain_model = self.model
         self._build_batch, self._sample = build_batch, sample
+        self.announce: Callable[[BatchInputs], None] | None = None
+        """Tells the other ranks what is computed next, before every forward."""
+        self.num_forwards = 0
         self.step_time_s = 0.0
         self.tokens_per_s = 0.0
         self.max_sequence_tokens = min(max_model_len, self.scheduler.max_tokens_per_sequence())
         """Prompt plus output tokens that a single request can ever hold here."""
-        self._overlap = backend.device.type != "cpu" if overlap is None else overlap
+        on_device = backend.device.type != "cpu"
+        self._overlap = on_device and group.size == 1 if overlap is None else overlap
+        self._draws_on_host = not (on_device or self._overlap)
         self._launched: _Launched | None = None
         self._last_done_s = 0.0
         self.runner = backend.step_runner(
@@ -219,10 +233,15 @@ class Engine:
         batch = self._build_batch(plan.chunks, self.scheduler.block_size)
         sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         host_rows = [
-            row for row, sequence in enumerate(sampled) if not self._overlap or needs_host(sequence)
+            row
+            for row, sequence in enumerate(sampled)
+            if self._draws_on_host or needs_host(sequence)
         ]
         on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
         self.constrainer.begin(sampled)
+        self.num_forwards += 1
+        if self.announce is not None:
+            self.announce(batch)
         step = self.runner.launch(self.model, batch, sampled, host_rows, on_kv_written)
         self.scheduler.launch(plan)
         return _Launched(plan, sampled, host_rows, step, batch.num_tokens, start_s)
@@ -255,6 +274,20 @@ class Engine:
         self._observe(launched)
         return results, failed
 
+    @torch.inference_mode()
+    def follow(self, batch: BatchInputs, on_group: Callable[[int], None] | None = None) -> None:
+        """Compute this rank's part of a step that rank 0 announced.
+
+        ``on_group`` is called with the index of each group of layers whose KV is written.
+        """
+        on_kv_written = None if on_group is None else self._each_group(on_group)
+        self.model.forward(batch, on_kv_written)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @property
     def device(self) -> torch.device:
         """Where the model runs."""
@@ -273,12 +306,18 @@ class Engine:
     def _by_group(
         self, chunks: list[ScheduledChunk], on_group: OnLayerGroup
     ) -> Callable[[int], None]:
+        def running(group: int) -> None:
+            on_group([chunk for chunk in chunks if chunk.sequence.is_running], group)
+
+        return self._each_group(running)
+
+    def _each_group(self, on_group: Callable[[int], None]) -> Callable[[int], None]:
         group_size = self.model_config.num_layers // self._num_layer_groups
 
         def on_kv_written(layer: int) -> None:
             group, is_last = divmod(layer + 1, group_size)
             if is_last == 0:
-                on_group([chunk for chunk in chunks if chunk.sequence.is_running], group - 1)
+                on_group(group - 1)
 
         return on_kv_written
 
@@ -310,29 +349,36 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position_embeddings
 
 
-def _kv_spec(config: WorkerConfig, model: ModelConfig, default_dtype: KVDtype) -> KVCacheSpec:
+def _kv_spec(
+    config: WorkerConfig, model: ModelConfig, shard: ModelShard, default_dtype: KVDtype
+) -> KVCacheSpec:
     spec = KVCacheSpec(
         num_blocks=config.kv_blocks or 1,
         num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
+        num_kv_heads=len(shard.kv_heads),
         block_size=config.block_size,
         head_dim=model.head_dim,
         dtype=default_dtype if config.kv_dtype == "auto" else config.kv_dtype,
     )
     if config.kv_blocks:
         return spec
-    num_blocks = config.kv_memory_mib * _MIB // spec.block_bytes
+    num_blocks = config.kv_memory_mib * _MIB // shard.size // spec.block_bytes
     if num_blocks < 1:
+        shared = f" for each of {shard.size} ranks" if shard.size > 1 else ""
         raise ConfigError(
             f"kv_memory_mib {config.kv_memory_mib} holds no block of {spec.block_bytes} bytes"
+            + shared
         )
     return replace(spec, num_blocks=num_blocks)
 
 
 def _fingerprint(model: ModelConfig, weights_hash: str, spec: KVCacheSpec, kv_layout: str) -> str:
-    """Hash of everything that must be equal for two workers to exchange KV blocks."""
+    """Hash of everything that must be equal for two workers to exchange KV blocks.
+
+    Not of the number of ranks: workers of different ones exchange heads.
+    """
     parts: list[object] = [
         PROTOCOL_VERSION, kv_layout, model, weights_hash,
-        spec.num_layers, spec.num_kv_heads, spec.block_size, spec.head_dim, spec.dtype,
+        spec.num_layers, model.num_kv_heads, spec.block_size, spec.head_dim, spec.dtype,
     ]  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -13,7 +13,6 @@ from engine.block_pool import BlockPool
 from engine.models.decoder import Decoder
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.step_runner import StepOutput
 from mesh.messages import SamplingParams
 
 
@@ -25,11 +24,11 @@ def run_largest_step(
     max_num_seqs: int,
     max_batched_tokens: int,
     max_model_len: int,
-) -> StepOutput:
-    """Compute as many tokens, and sample as many, as a step ever does.
+) -> torch.Tensor:
+    """Compute as many tokens and logits as a step ever does; of several ranks all have to.
 
     All KV goes to one block, so that the cache needs no room here; what is computed means nothing.
-    The backend's cache is left a block large: allocate the real one, and a step runner, afterwards.
+    The backend's cache is left a block large: allocate the real one afterwards, and make a runner.
 
     Args:
         model: with its backend.
@@ -39,7 +38,7 @@ def run_largest_step(
         max_model_len: tokens of the longest sequence, for which a runner has room.
 
     Returns:
-        What the step gave: a token for each sequence.
+        The logits, [number of sequences, V].
     """
     num_sequences = min(max_num_seqs, max_batched_tokens)
     lengths = [
@@ -79,5 +78,6 @@ def run_largest_step(
             vocab_size=model.config.vocab_size,
         )
     )
-    batch = build_batch(chunks, spec.block_size)
-    return runner.launch(model, batch, [chunk.sequence for chunk in chunks], []).finish()
+    logits = model.forward(build_batch(chunks, spec.block_size))
+    del runner  # until here its buffers take the room that they will take
+    return logits

@@ -35,6 +35,7 @@ def warm_up(engine: Engine) -> None:
     while engine.scheduler.has_work:
         engine.step()
     engine.rest()
-    engine.runner.prepare(engine.model)
+    if engine.group.size == 1:  # other ranks take part in announced steps alone
+        engine.runner.prepare(engine.model)
     engine.scheduler.pool.forget_cached()
     engine.step_time_s = engine.tokens_per_s = 0.0

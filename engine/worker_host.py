@@ -101,6 +101,7 @@ class WorkerHost:
             kv_blocks_total=engine.kv_spec.num_blocks,
             max_num_seqs=config.max_num_seqs,
             transport=config.transport,
+            tensor_parallel=config.tensor_parallel,
             device=engine.placement.device,
             gpus=engine.placement.worker_gpus(),
         )

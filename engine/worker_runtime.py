@@ -67,6 +67,11 @@ class WorkerRuntime(Generic[Command, Event]):
         self.draining = False
         """Routers are to send nothing new."""
 
+    def fail(self, error: PdmeshError) -> None:
+        """End ``run`` with this error; in the event loop."""
+        if not self._crashed.done():
+            self._crashed.set_exception(error)
+
     def poll_soon(self) -> None:
         """Progress the transfers in the next turn of the event loop."""
         self._poll_now.set()
@@ -118,5 +123,4 @@ class WorkerRuntime(Generic[Command, Event]):
 
     def _on_crash(self, error: BaseException) -> None:
         _logger.error("model thread crashed", exc_info=error)
-        if not self._crashed.done():
-            self._crashed.set_exception(PdmeshError(f"model thread crashed: {error!r}"))
+        self.fail(PdmeshError(f"model thread crashed: {error!r}"))

@@ -106,7 +106,10 @@ class Worker:
     def ref(self) -> PeerRef:
         """How other workers dial it."""
         return PeerRef(
-            worker_id=self.info.worker_id, epoch=self.info.epoch, endpoint=self.info.endpoint
+            worker_id=self.info.worker_id,
+            epoch=self.info.epoch,
+            endpoint=self.info.endpoint,
+            tensor_parallel=self.info.tensor_parallel,
         )
 
     @property

@@ -57,7 +57,14 @@ class DataPlane:
 
 
 def open_data_plane(
-    config: WorkerConfig, geometry: KVGeometry, raw: Any, mapping: SharedMapping | None, epoch: int
+    config: WorkerConfig,
+    geometry: KVGeometry,
+    raw: Any,
+    mapping: SharedMapping | None,
+    epoch: int,
+    *,
+    peer_id: str = "",
+    heads: Heads | None = None,
 ) -> DataPlane:
     """Make the transport that the configuration names over the KV cache.
 
@@ -67,14 +74,17 @@ def open_data_plane(
         raw: The cache's memory: these blocks, then ``config.num_staging_blocks`` more.
         mapping: What ``raw`` lies in, see ``BlockMemory``.
         epoch: This start of the worker.
+        peer_id: What this rank is called; empty: as the worker.
+        heads: Which of the model's KV heads this rank holds; None: all.
 
     Raises:
         TransportError: the transport can't be had here.
         ConfigError: the cache is a GPU's, and its KV can't be compressed on its way.
     """
+    peer_id = peer_id or config.worker_id
     layout = BlockLayout(
         num_rows=2 * geometry.num_layers,
-        heads=Heads(start=0, stop=geometry.num_kv_heads),
+        heads=heads or Heads(start=0, stop=geometry.num_kv_heads),
         head_bytes=geometry.block_size * geometry.row_bytes,
         element=_ELEMENTS.get(geometry.dtype, ""),
     )
@@ -89,12 +99,12 @@ def open_data_plane(
             f"kv_wire: {config.kv_wire} compresses KV in host memory, and this worker's is a GPU's"
         )
     transport = make_transport(
-        config.transport, memory, config.worker_id, epoch,
+        config.transport, memory, peer_id, epoch,
         host=config.host, advertise_host=config.advertise_host,
     )  # fmt: skip
     faults = None
     if config.inject_faults:
-        faults = Faults(config.inject_faults, zlib.crc32(config.worker_id.encode()))
+        faults = Faults(config.inject_faults, zlib.crc32(peer_id.encode()))
         transport = FaultyTransport(transport, faults)
     return DataPlane(
         layout,

@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterable
 from enum import Enum, auto
 
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, ReceiverEvent
+from kvtransfer.rank_names import member_id
 from kvtransfer.transitions import TransitionTable
 from mesh.messages import PrefillDone
+
+__all__ = ["GROUP_TRANSITIONS", "GroupState", "GroupTrigger", "RankGroup", "member_id"]
 
 
 class GroupState(Enum):
@@ -46,11 +49,6 @@ GROUP_TRANSITIONS: TransitionTable[GroupState, GroupTrigger] = TransitionTable(
         (_S.ENDING, _T.ALL_ENDED): _S.RELEASED,
     }
 )
-
-
-def member_id(transfer_id: str, sender_rank: int, rank: int) -> str:
-    """Transfer id of one pair of ranks."""
-    return f"{transfer_id}/{sender_rank}-{rank}"
 
 
 class RankGroup:

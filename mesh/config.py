@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from mesh.errors import ConfigError
-from mesh.messages import Role
+from mesh.messages import MAX_RANKS, Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -149,6 +149,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     divide the model's layers."""
     kv_wire: KVWire = ""
     """``int8``: compress KV on its way, within a host too, for links slower than that takes."""
+    tensor_parallel: int = 1
+    """Processes among which the model's layers are split; this one is the first of them."""
     threads: int = 0
     """Compute threads; 0: the cores it may use, shared with the workers of ``cores_file``."""
     cores_file: str = ""
@@ -199,6 +201,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_choice("transport", self.transport, TRANSPORTS)
         _check_range("kv_layer_groups", self.kv_layer_groups, 1, 64)
         _check_choice("kv_wire", self.kv_wire, KV_WIRES)
+        _check_range("tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
         _check_range("threads", self.threads, 0, 1024)
         _check_range("lease_s", self.lease_s, 0.1, 3600)
         _check_range("drain_s", self.drain_s, 0, 86_400)
@@ -222,7 +225,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_gpus(self) -> int:
         """GPUs that one worker computes on."""
-        return 1
+        return self.tensor_parallel
 
     def advertised(self, endpoint: str) -> str:
         """``endpoint`` (``scheme://host:port``) with the host that peers dial."""

@@ -16,13 +16,15 @@ Who sends what (each worker binds one ROUTER; gateways dial every worker, D dial
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from mesh.leg_timing import LegTiming
 
 PROTOCOL_VERSION = 2
+MAX_RANKS = 64
+"""Of one worker's tensor-parallel group."""
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
@@ -130,6 +132,8 @@ class PeerRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     worker_id: str
     epoch: int
     endpoint: str
+    tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    """Ranks among which it divides its KV heads."""
 
 
 class PrefillRequest(Message, frozen=True, tag="prefill"):
@@ -261,6 +265,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """``cpu`` or ``cuda``."""
     gpus: tuple[WorkerGpu, ...] = ()
     """In the order of its ranks."""
+    tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    """As in PeerRef."""
 
 
 class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True):

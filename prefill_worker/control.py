@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
 
 from engine.engine import Engine
+from engine.tensor_parallel.follower_processes import FollowerProcesses
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from engine.worker_host import WorkerHost
 from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
 from engine.worker_spans import log_failure, log_leg, open_spans
-from kvtransfer.data_plane import open_data_plane
 from kvtransfer.events import SendDone, SenderEvent, SendFailed
-from kvtransfer.sender import TransferSender
+from kvtransfer.rank_messages import SendReport
+from kvtransfer.rank_names import by_worker
+from kvtransfer.ranked_sender import RankedSender
+from kvtransfer.remote_sender import RemoteSender
 from kvtransfer.transfer_metrics import TransferMetrics
 from mesh.config import WorkerConfig
 from mesh.log_format import about
@@ -29,6 +33,7 @@ from mesh.messages import (
     TransferMessage,
 )
 from mesh.service import process_epoch
+from prefill_worker.export import NICENESS, make_sender, open_rank
 from prefill_worker.loop import (
     Command,
     Congestion,
@@ -43,32 +48,43 @@ from prefill_worker.loop import (
 
 _logger = logging.getLogger(__name__)
 
-NICENESS = 10
-"""Of the computing threads: after everything that a running answer waits for."""
-
 
 class PrefillControl:
     """Wires the loop, the sender and the host together; lives in one event loop."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine) -> None:
-        epoch = process_epoch()
-        memory = engine.kv_memory
-        data_plane = open_data_plane(config, engine.kv_spec, memory.buffer, memory.mapping, epoch)
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        followers: FollowerProcesses | None = None,
+        epoch: int = 0,
+    ) -> None:
+        """Wire everything up; nothing runs before ``run``.
+
+        Args:
+            config: The worker's.
+            engine: Of this process, which is rank 0 where there are several.
+            followers: The other ranks; the caller closes them.
+            epoch: This start of the worker; 0: now.
+        """
+        epoch = epoch or process_epoch()
+        data_plane = open_rank(config, engine, epoch)
         self._transport = data_plane.transport
         self._host = WorkerHost(
             config, engine, epoch=epoch, offer=data_plane.offer, load=self._load,
             on_message=self._on_message, on_peer_down=self._on_peer_down,
         )  # fmt: skip
-        self._sender = TransferSender(
-            worker_id=config.worker_id,
-            epoch=epoch,
-            fingerprint=engine.fingerprint,
-            transport=self._transport,
-            send=data_plane.wrap(self._host.server.send),
-            layout=data_plane.layout,
-            num_parts=config.kv_layer_groups,
-            staging=data_plane.staging,
-            lease_s=config.lease_s,
+        send = by_worker(data_plane.wrap(self._host.server.send))
+        remotes = []
+        if followers is not None:
+            remotes = [
+                RemoteSender(partial(followers.send, rank), send, config.lease_s)
+                for rank in range(1, followers.size)
+            ]
+        self._sender = RankedSender(
+            make_sender(config, engine, data_plane, epoch, send),
+            remotes,
+            num_kv_heads=engine.model_config.num_kv_heads,
         )
         self._metrics = TransferMetrics()
         self._congested: frozenset[str] = frozenset()
@@ -83,6 +99,9 @@ class PrefillControl:
             load=self._load,
             drain_s=config.drain_s,
         )
+        if followers is not None:
+            followers.on_lost = self._runtime.fail
+            followers.on_report = lambda rank, report: self._on_report(remotes[rank - 1], report)
         if config.kv_layer_groups > 1:
             self._loop.emit = self._runtime.emit
         engine.constrainer.on_ready = self._runtime.wake
@@ -101,7 +120,7 @@ class PrefillControl:
         if isinstance(message, PrefillRequest):
             # Not by way of the model thread: a step may outlast the time a Grant is kept for us.
             with suppress(ValueError):  # the id is in use; the loop answers that
-                self._sender.expect(message.transfer_id, message.decode.worker_id, message.ttl_s)
+                self._sender.expect(message.transfer_id, message.decode, message.ttl_s)
             self._runtime.post(Submit(message, peer_id))
             if self._spans is not None:
                 self._spans.on_request(message)
@@ -119,6 +138,10 @@ class PrefillControl:
         else:
             _logger.warning("unexpected message peer=%s type=%s", peer_id, type(message).__name__)
 
+    def _on_report(self, remote: RemoteSender, report: SendReport) -> None:
+        remote.on_report(report)
+        self._runtime.poll_soon()
+
     def _on_peer_down(self, peer_id: str) -> None:
         self._runtime.post(GatewayLost(peer_id))
         self._sender.on_peer_down(peer_id)
@@ -135,7 +158,10 @@ class PrefillControl:
                 case SendBlocks():
                     if self._spans is not None:
                         self._spans.on_transfer_begun(event.transfer_id)
-                    sender.submit(event.transfer_id, event.first_index, event.block_ids, event.part)
+                    sender.submit(
+                        event.transfer_id, event.first_index, event.block_ids, event.part,
+                        step=event.step,
+                    )  # fmt: skip
                 case FinishTransfer():
                     sender.finish(
                         event.transfer_id,

@@ -67,6 +67,8 @@ class SendBlocks:
     block_ids: tuple[int, ...]
     part: int | None = None
     """Which group of layers of them; None: all."""
+    step: int = 0
+    """Number of the step that computed them last."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -237,7 +239,9 @@ class PrefillLoop:
                 prompt_done=chunk.samples,
             )
             if blocks:
-                ready.append(SendBlocks(transfer_id, start, blocks, group))
+                ready.append(
+                    SendBlocks(transfer_id, start, blocks, group, self._engine.num_forwards)
+                )
             if group == self._num_layer_groups - 1:
                 self._num_submitted[transfer_id] = start + len(blocks)
         if ready:
@@ -250,7 +254,8 @@ class PrefillLoop:
             return  # the answer ended at its first token: nobody needs the KV
         start, blocks = self._finished_blocks(sequence, chunk.end, prompt_done=prompt_done)
         if blocks:
-            self._events.append(SendBlocks(sequence.transfer_id, start, blocks))
+            step = self._engine.num_forwards
+            self._events.append(SendBlocks(sequence.transfer_id, start, blocks, step=step))
             self._num_submitted[sequence.transfer_id] = start + len(blocks)
 
     def _finished_blocks(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from engine.placement import Placement, run_placed
+from kvtransfer.rank_messages import SendReport
 from mesh.config import WorkerConfig
-from mesh.service import run_service, setup_logging
+from mesh.service import process_epoch, run_service, setup_logging
 from mesh.threads import configure_threads
 
 
@@ -23,12 +24,20 @@ def run(config: WorkerConfig) -> None:
     async def main(stop: asyncio.Event) -> None:
         async def serve(placement: Placement) -> None:
             # Loads torch, which reads the thread settings and what GPUs there are.
-            from engine.start import start_engine
+            from engine.start import start_engine, start_followers
             from prefill_worker.control import PrefillControl
 
-            engine = await start_engine(config, placement)
-            if not stop.is_set():
-                await PrefillControl(config, engine).run(stop)
+            epoch = process_epoch()
+            followers = start_followers(
+                config, placement, "prefill_worker.follower", SendReport, epoch
+            )
+            try:
+                engine = await start_engine(config, placement, followers)
+                if not stop.is_set():
+                    await PrefillControl(config, engine, followers, epoch).run(stop)
+            finally:
+                if followers is not None:
+                    await followers.close()
 
         await run_placed(config, stop, serve)
 

@@ -23,6 +23,10 @@ from engine.backends.base import Backend, Embedding, Linear, QKNorm, RopeTable, 
 from engine.batch import BatchInputs
 from engine.model_config import ModelConfig, inv_freq
 from engine.models.mlp import GatedMlp, MoeMlp, WrapLinear
+from engine.tensor_parallel.group import TensorParallelGroup
+from engine.tensor_parallel.shard import ModelShard
+from engine.tensor_parallel.sharded_source import ShardedSource
+from engine.tensor_parallel.vocabulary import SplitEmbedding, SplitHead
 from engine.weights import WeightSource
 from mesh.errors import ConfigError
 
@@ -48,14 +52,24 @@ class DecoderLayer:
 class Decoder:
     """Runs one forward for a ragged batch. Owns the weights; the backend owns the KV cache."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, backend: Backend, max_len: int):
-        """Load all weights.
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        backend: Backend,
+        max_len: int,
+        shard: ModelShard | None = None,
+        group: TensorParallelGroup | None = None,
+    ) -> None:
+        """Load all weights, or a rank's part of them.
 
         Args:
             config: What to build.
             source: Where the float32 weights come from; not kept.
             backend: Holds the stored form and runs the ops.
             max_len: Longest sequence, in tokens: the size of the rotary tables.
+            shard: What this rank holds; None: everything.
+            group: The ranks that run the model together.
 
         Raises:
             ConfigError: The model needs something that is not built yet.
@@ -73,10 +87,16 @@ class Decoder:
             angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
             cos, sin = angles.cos() * factor, angles.sin() * factor
             tables[layer_type] = RopeTable(cos.to(backend.device), sin.to(backend.device))
+        self._group = group or TensorParallelGroup()
+        if shard is not None and shard.size > 1:
+            source = ShardedSource(source, shard)
         self._embed, self._head = backend.embedding_and_head(
             source.get("model.embed_tokens.weight"),
             None if config.tie_word_embeddings else source.get("lm_head.weight"),
         )
+        if shard is not None and shard.size > 1:
+            self._embed = SplitEmbedding(self._embed, shard, self._group)
+            self._head = SplitHead(self._head, shard, self._group)
         self._norm = self._load_norm(source, "model.norm")
         self._layers = [
             self._load_layer(source, index, tables[layer_type])
@@ -125,6 +145,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute the batch, write its KV, and return logits of its sampled rows, [N, V].
 
+        Of several ranks all must be given the same batch, and rank 0 alone has the logits.
+
         ``on_kv_written`` is called with each layer's index once the batch's KV of it is in place.
         """
         return self.compute(self._backend.begin_step(batch), on_kv_written)
@@ -148,11 +170,11 @@ class Decoder:
             attended = backend.paged_attention(
                 qkv, index, config.query_scale, layer.window, step, softcap
             )
-            branch = layer.output(attended)
+            branch = self._group.all_reduce(layer.output(attended))
             if layer.post_attention_norm is not None:
                 branch = backend.rms_norm(branch, layer.post_attention_norm, eps)
             hidden = backend.add_rms_norm(branch, residual, layer.mlp_norm, eps)
-            branch = layer.mlp(hidden)
+            branch = self._group.all_reduce(layer.mlp(hidden))
             if layer.post_mlp_norm is not None:
                 branch = backend.rms_norm(branch, layer.post_mlp_norm, eps)
             if index < last:

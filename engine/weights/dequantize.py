@@ -52,6 +52,21 @@ def storage_bytes(ggml_type: int, shape: tuple[int, ...]) -> int:
     return num_elements // block_size * int(block_bytes)
 
 
+def covering_blocks(
+    raw: bytearray, ggml_type: int, shape: tuple[int, int], left: int, right: int
+) -> tuple[int, int, bytearray]:
+    """The blocks of every row that hold columns ``left`` to ``right`` (exclusive).
+
+    Returns:
+        The first column of them, the one behind the last, and their bytes, row by row.
+    """
+    block_size, block_bytes = GGML_QUANT_SIZES[_Type(ggml_type)]
+    first, last = left // block_size, -(-right // block_size)
+    blocks = np.frombuffer(raw, np.uint8).reshape(shape[0], -1, int(block_bytes))
+    part = bytearray(np.ascontiguousarray(blocks[:, first:last]))
+    return first * block_size, last * block_size, part
+
+
 def dequantize(raw: bytearray, ggml_type: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Decode the stored bytes of a tensor to float32.
 

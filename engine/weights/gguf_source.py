@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from engine.model_config import ModelConfig
-from engine.weights.dequantize import dequantize, storage_bytes
+from engine.weights.dequantize import covering_blocks, dequantize, storage_bytes
 from engine.weights.file_digest import file_digest
 from engine.weights.gguf_header import GgufHeader, GgufTensorInfo, read_gguf_header
 from engine.weights.gguf_names import ROPE_FACTORS, hf_expert_names, hf_name
@@ -70,15 +70,13 @@ class GgufSource(WeightSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored[name].shape
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(
+        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> torch.Tensor:
         stored = self._stored[name]
-        raw = self._read(stored.info.name, stored.offset, stored.num_bytes)
-        weight = dequantize(raw, stored.info.ggml_type, stored.shape)
-        if self.config.architecture == "llama":
-            if ".q_proj." in name:
-                return _half_rotated(weight, self.config.num_heads)
-            if ".k_proj." in name:
-                return _half_rotated(weight, self.config.num_kv_heads)
+        weight = self._read_part(stored, rows, columns)
+        if self.config.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            return _half_rotated(weight, self.config.head_dim)
         if self.config.norm_plus_one and name.endswith("norm.weight"):
             return weight - 1
         return weight
@@ -144,6 +142,23 @@ class GgufSource(WeightSource):
             raise ConfigError(f"{self._path}: tensor {info.name!r} lies outside the file")
         return num_bytes
 
+    def _read_part(self, stored: _Stored, rows: slice, columns: slice) -> torch.Tensor:
+        """Read whole rows, decode the blocks of them that hold the columns."""
+        info, shape = stored.info, stored.shape
+        if len(shape) != 2:
+            raw = self._read(info.name, stored.offset, stored.num_bytes)
+            return dequantize(raw, info.ggml_type, shape)[rows].clone()
+        row_bytes = stored.num_bytes // shape[0]
+        first, last, _ = rows.indices(shape[0])
+        count = max(0, last - first)
+        raw = self._read(info.name, stored.offset + first * row_bytes, count * row_bytes)
+        left, right, _ = columns.indices(shape[1])
+        if (left, right) == (0, shape[1]):
+            return dequantize(raw, info.ggml_type, (count, shape[1]))
+        start, stop, part = covering_blocks(raw, info.ggml_type, (count, shape[1]), left, right)
+        weight = dequantize(part, info.ggml_type, (count, stop - start))
+        return weight[:, left - start : right - start].contiguous()
+
     def _read(self, name: str, offset: int, num_bytes: int) -> bytearray:
         if self._fd < 0:
             raise ConfigError(f"{self._path} is closed")
@@ -163,8 +178,8 @@ class GgufSource(WeightSource):
         return raw
 
 
-def _half_rotated(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _half_rotated(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Reorder the rows of each head from pairs ``(2i, 2i + 1)`` to ``(i, i + head_dim / 2)``."""
     rows = weight.numpy()  # not torch: see ``dequantize``
-    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return torch.from_numpy(np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape))

@@ -59,12 +59,15 @@ class SafetensorsSource(WeightSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(
+        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> torch.Tensor:
         file_name = self._shard_of[name]
         if file_name not in self._shards:
             raise ConfigError(f"{self._folder} is closed")
         try:
-            tensor: torch.Tensor = self._shards[file_name].get_tensor(name)
+            view = self._shards[file_name].get_slice(name)
+            tensor: torch.Tensor = view[rows, columns] if len(view.get_shape()) > 1 else view[rows]
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self._folder / file_name}: {name}: {error}") from error
         return _widened(tensor)

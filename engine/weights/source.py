@@ -31,11 +31,17 @@ class WeightSource(ABC):
         """Return a tensor's shape without reading it; KeyError if there is no such tensor."""
 
     @abstractmethod
-    def get(self, name: str) -> torch.Tensor:
-        """Read one tensor as float32.
+    def get(
+        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> torch.Tensor:
+        """Read one tensor, or a part of it, as float32.
+
+        Rows that are not asked for are not read from the file.
 
         Args:
             name: One of ``names()``; another is a KeyError.
+            rows: Of the first dimension, without a step; whole heads of q and k.
+            columns: Of the second dimension, likewise; a vector has none.
 
         Returns:
             A contiguous tensor that shares no memory with the file or with another call's.

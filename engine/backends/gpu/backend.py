@@ -94,6 +94,7 @@ class GpuBackend:
     def step_runner(self, sizes: StepSizes) -> GpuRunner:
         """See Backend."""
         self._inputs = StepInputBuffers(self._device, sizes)
+        self._workspace = None
         _, _, num_kv_heads, block_size, _ = self._view.keys.shape
         self._splits = [
             choose_splits(
@@ -101,11 +102,12 @@ class GpuBackend:
             )
             for batch in range(sizes.num_sequences + 1)
         ]
-        return GpuRunner(self._device, self._inputs, sizes)
+        return GpuRunner(self._device, self._inputs, sizes, block_size)
 
     def begin_step(self, batch: BatchInputs) -> GpuStep:
         """See Backend; begins the copies to the device, waits for none."""
         assert self._inputs is not None, "step_runner first"
+        self._device.use()
         return self._inputs.begin(batch)
 
     def rest(self) -> None:

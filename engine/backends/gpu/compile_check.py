@@ -28,13 +28,24 @@ from typing import Any
 from engine.backends.gpu import kernels, tuning
 from engine.backends.gpu.variant import Variant
 
-SHARED_LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Targets (ten times the compute capability) and the most shared memory of one block, in bytes."""
+_SHARED_LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""By compute capability, times ten: the most shared memory of one block, in bytes."""
 
 _TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor, from capability 10.0 on
 
 START_MARK = "<!-- compile table: start -->"
 END_MARK = "<!-- compile table: end -->"
+
+
+@dataclass(slots=True, frozen=True)
+class Target:
+    """A column of the table: any card of a capability, or one that has a table of its own."""
+
+    capability: int
+    card: str | None = None
+
+    def __str__(self) -> str:
+        return f"sm_{self.capability}" if self.card is None else self.card
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,7 +55,7 @@ class Job:
     kernel: str
     """The file's name."""
     variant: str
-    target: int
+    target: Target
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,7 +80,7 @@ class Built:
         found = []
         if self.stack_bytes:
             found.append(f"spills {self.stack_bytes} bytes a thread")
-        limit = SHARED_LIMITS[self.job.target]
+        limit = _SHARED_LIMITS[self.job.target.capability]
         if self.shared_bytes > limit:
             found.append(f"needs {self.shared_bytes} of {limit} bytes of shared memory")
         if self.tensor_columns > _TENSOR_MEMORY_COLUMNS:
@@ -83,18 +94,27 @@ def kernel_names() -> list[str]:
     return [name for name in names if hasattr(_kernel(name), "variants")]
 
 
+def targets() -> list[Target]:
+    """Every capability, then every card with a table of its own."""
+    cards = [Target(tuning.CARD_CAPABILITIES[name], name) for name in tuning.known_cards()]
+    return [Target(capability) for capability in _SHARED_LIMITS] + cards
+
+
 def jobs_of(kernel: str) -> list[Job]:
-    """All variants of a kernel's file on all targets.
+    """All variants of a kernel's file: for every capability, and where a card's table has others.
 
     Raises:
         ValueError: Two variants of a target have one name.
     """
     jobs: list[Job] = []
-    for target in SHARED_LIMITS:
-        names = [variant.name for variant in _variants(kernel, target)]
-        if len(set(names)) < len(names):
+    for target in targets():
+        variants = _variants(kernel, target)
+        if len({variant.name for variant in variants}) < len(variants):
             raise ValueError(f"variants of {kernel} share a name")
-        jobs.extend(Job(kernel, name, target) for name in names)
+        usual = _variants(kernel, Target(target.capability)) if target.card else []
+        jobs.extend(
+            Job(kernel, variant.name, target) for variant in variants if variant not in usual
+        )
     return jobs
 
 
@@ -102,7 +122,7 @@ def build(job: Job) -> Built:
     """Compile to machine code and read its resources."""
     (variant,) = [v for v in _variants(job.kernel, job.target) if v.name == job.variant]
     try:
-        compiled = _compile(variant, job.target)
+        compiled = _compile(variant, job.target.capability)
     except Exception as error:  # whatever the compiler raises is this job's result
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # after the source
         return Built(job, error=f"does not compile: {reason}")
@@ -123,23 +143,32 @@ def build_all(jobs: list[Job], processes: int) -> list[Built]:
 
 def table(results: Iterable[Built]) -> str:
     """Markdown: a row per variant, a column of ``registers / shared KiB`` per target."""
-    rows: dict[tuple[str, str], dict[int, Built]] = {}
+    rows: dict[tuple[str, str], dict[Target, Built]] = {}
     for built in results:
         rows.setdefault((built.job.kernel, built.job.variant), {})[built.job.target] = built
-    heads = " | ".join(f"sm_{target}" for target in SHARED_LIMITS)
+    columns = targets()
     lines = [
-        f"| kernel | variant | {heads} |",
-        "|---|---|" + "--:|" * len(SHARED_LIMITS),
+        f"| kernel | variant | {' | '.join(map(str, columns))} |",
+        "|---|---|" + "--:|" * len(columns),
     ]
     for (kernel, variant), by_target in rows.items():
-        cells = " | ".join(_cell(by_target.get(target)) for target in SHARED_LIMITS)
+        cells = " | ".join(_cell(by_target.get(target)) for target in columns)
         lines.append(f"| {kernel} | {variant} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
 def listed(page: str) -> list[tuple[str, str]]:
-    """(kernel, variant) of the rows of a page's table."""
-    rows = re.findall(r"^\| (\w+) \| ([^|]+) \|", _between_marks(page)[1], re.MULTILINE)
+    """(kernel, variant) of the rows of the table on a page.
+
+    Raises:
+        ValueError: The page has no markers.
+    """
+    return rows_of(_between_marks(page)[1])
+
+
+def rows_of(table: str) -> list[tuple[str, str]]:
+    """(kernel, variant) of the rows of a table."""
+    rows = re.findall(r"^\| (\w+) \| ([^|]+) \|", table, re.MULTILINE)
     return [(kernel, variant) for kernel, variant in rows if kernel != "kernel"]
 
 
@@ -173,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         options.write.write_text(with_table(page, text))
     faults = [(built.job, fault) for built in results for fault in built.faults()]
     for job, fault in faults:
-        print(f"{job.kernel}, {job.variant}, sm_{job.target}: {fault}", file=sys.stderr)
+        print(f"{job.kernel}, {job.variant}, {job.target}: {fault}", file=sys.stderr)
     return 1 if faults else 0
 
 
@@ -181,13 +210,13 @@ def _kernel(name: str) -> object:
     return importlib.import_module(f"{kernels.__name__}.{name}")
 
 
-def _variants(kernel: str, target: int) -> list[Variant]:
-    with tuning.compiling_for(target):
+def _variants(kernel: str, target: Target) -> list[Variant]:
+    with tuning.compiling_for(target.capability, target.card):
         variants: list[Variant] = _kernel(kernel).variants()  # type: ignore[attr-defined]
     return variants
 
 
-def _compile(variant: Variant, target: int) -> Any:
+def _compile(variant: Variant, capability: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -209,7 +238,7 @@ def _compile(variant: Variant, target: int) -> Any:
         signature[name] = kind
     source = ASTSource(variant.fn, signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -230,7 +259,7 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
 
 def _cell(built: Built | None) -> str:
     if built is None:
-        return "–"
+        return ""
     if built.faults():
         return "fails"
     return f"{built.registers} / {built.shared_bytes / 1024:.3g}"

@@ -24,10 +24,16 @@ class Device(Protocol):
     """Where kernels run. Work is launched from one thread, and runs in the order of its launch."""
 
     torch_device: torch.device
+    compiles: bool
+    """Whether the first launch of a kind takes seconds."""
 
     @property
     def num_processors(self) -> int:
         """Streaming multiprocessors."""
+        ...
+
+    def use(self) -> None:
+        """Launch what follows in the calling thread here."""
         ...
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -50,16 +56,22 @@ class Device(Protocol):
 class CudaDevice:
     """Implements ``Device`` on the current stream of one GPU."""
 
+    compiles = True
+
     def __init__(self, index: int = 0) -> None:
-        """Make the GPU the calling thread's current one."""
+        """One of those that CUDA sees."""
         self.torch_device = torch.device("cuda", index)
-        torch.cuda.set_device(self.torch_device)
+        self.use()
         self._graph_memory: Any = None
 
     @property
     def num_processors(self) -> int:
         """See Device."""
         return int(torch.cuda.get_device_properties(self.torch_device).multi_processor_count)
+
+    def use(self) -> None:
+        """See Device: a thread begins with the first GPU as its own."""
+        torch.cuda.set_device(self.torch_device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """See Device."""
@@ -103,7 +115,11 @@ class HostDevice:
     """Implements ``Device`` with CPU tensors: launching is computing."""
 
     torch_device = torch.device("cpu")
+    compiles = False
     num_processors = 4
+
+    def use(self) -> None:
+        """See Device."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """See Device."""

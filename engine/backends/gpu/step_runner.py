@@ -9,11 +9,12 @@ Only ``finish`` waits, for the event behind the last copy.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.backends.base import StepSizes
+from engine.backends.gpu.compile_ahead import steps_to_compile
 from engine.backends.gpu.decode_graphs import DecodeGraphs
 from engine.backends.gpu.device import Device, Event
 from engine.backends.gpu.sampling import Sampler
@@ -30,9 +31,13 @@ _MOST_LAUNCHED = 2
 class GpuRunner:
     """Implements ``StepRunner``."""
 
-    def __init__(self, device: Device, inputs: StepInputBuffers, sizes: StepSizes) -> None:
+    def __init__(
+        self, device: Device, inputs: StepInputBuffers, sizes: StepSizes, block_size: int
+    ) -> None:
         """Borrow the backend's device and step inputs."""
         self._device = device
+        self._sizes = sizes
+        self._block_size = block_size
         self._inputs = inputs
         self._sampler = Sampler(device, sizes.num_sequences, sizes.vocab_size)
         self.graphs = DecodeGraphs(device, inputs, self._sampler, sizes.num_sequences)
@@ -47,12 +52,25 @@ class GpuRunner:
         """Steps that were one graph."""
 
     def prepare(self, model: Decoder) -> None:
-        """See StepRunner: capture the decode steps of this model."""
+        """See StepRunner: compile every kernel, and capture the decode steps of this model."""
         assert not self._num_launched
+        if self._device.compiles:
+            self.compile(model, steps_to_compile(self._sizes, self._block_size))
         if model.config.num_experts:
             return  # which experts a token takes is asked of the device in every layer
         self.graphs.capture(model)
         self._model = model
+
+    def compile(self, model: Decoder, batches: SequenceOf[BatchInputs]) -> None:
+        """Compute steps whose outcome is of no interest."""
+        with torch.inference_mode():
+            for batch in batches:
+                logits = model.forward(batch)
+                num_rows = len(batch.sample_rows)
+                rows = self._sampler.stage([], num_rows)
+                for is_cut in (False, True):
+                    cut = replace(rows, is_cut=is_cut)
+                    self._sampler.draw(logits, cut, self._inputs.drawn[:num_rows])
 
     def launch(
         self, model: Decoder, batch: BatchInputs, sequences: SequenceOf[Sequence],
@@ -60,6 +78,7 @@ class GpuRunner:
     ) -> GpuComputing:  # fmt: skip
         """See StepRunner."""
         assert self._num_launched < _MOST_LAUNCHED
+        self._device.use()
         num_rows = len(sequences)
         marks: list[tuple[int, Event]] = []
         logits: torch.Tensor | None = None

@@ -25,7 +25,12 @@ import msgspec
 
 Key = int | str
 _FOLDER = Path(__file__).parent / "tuning"
-_target: contextvars.ContextVar[int | None] = contextvars.ContextVar("_target", default=None)
+_target: contextvars.ContextVar[tuple[int, str | None] | None] = contextvars.ContextVar(
+    "_target", default=None
+)
+
+CARD_CAPABILITIES = {"nvidia_h200": 90}
+"""Of the cards that have a table, for building its entries where the card is not."""
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +60,7 @@ def launch_config(kernel: str, **key: Key) -> LaunchConfig:
     """
     target = _target.get()
     if target is not None:
-        return config_of_card(None, kernel, capability=target, **key)
+        return config_of_card(target[1], kernel, capability=target[0], **key)
     if (capability := _capability()) is not None:
         key["capability"] = capability
     return config_of_card(card(), kernel, **key)
@@ -78,9 +83,9 @@ def config_of_card(card_name: str | None, kernel: str, **key: Key) -> LaunchConf
 
 
 @contextlib.contextmanager
-def compiling_for(capability: int) -> Iterator[None]:
+def compiling_for(capability: int, card_name: str | None = None) -> Iterator[None]:
     """Within it, ``launch_config`` answers for a device that is not here."""
-    token = _target.set(capability)
+    token = _target.set((capability, card_name))
     try:
         yield
     finally:

@@ -88,7 +88,9 @@ def reference(
 
 
 def variants() -> list[Variant]:
-    """Few, some and many tokens; float16 differs from bfloat16 in constants alone."""
+    """Every group and number of tokens; float16 differs from bfloat16 in constants alone."""
+    cases = [(torch.bfloat16, group, m) for group in GROUPS for m in (1, 16, 64, 1024)]
+    cases += [(torch.float16, 128, m) for m in (1, 1024)]
     return [
         packed_variant(
             f"{str(dtype).removeprefix('torch.')} group {group} m {m}",
@@ -97,9 +99,7 @@ def variants() -> list[Variant]:
             group=group,
             config=launch_config("int4_matmul", m=m, group=group),
         )
-        for dtype, groups in ((torch.bfloat16, GROUPS), (torch.float16, (128,)))
-        for group in groups
-        for m in (1, 16, 64, 1024)
+        for dtype, group, m in cases
     ]
 
 

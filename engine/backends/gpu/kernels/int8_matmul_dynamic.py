@@ -69,7 +69,7 @@ def quantise_tokens_kernel(
         tl.store(values_ptr + start + columns, ordered, mask=columns < padded - start)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def int8_matmul_dynamic_kernel(
     values_ptr,
     x_scales_ptr,

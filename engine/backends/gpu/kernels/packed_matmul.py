@@ -50,6 +50,25 @@ class SplitWorkspace:
 
 
 @triton.jit
+def _part_scales(
+    scales_ptrs,
+    N,
+    left,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Scales of one part of a unit, of which ``left`` K values are wanted; else zeros."""
+    if PART < PARTS:
+        wanted = tl.full([BLOCK_N], PART * SPAN, tl.int32) < left
+        return tl.load(scales_ptrs + PART * N, mask=wanted, other=0.0)
+    else:
+        return tl.zeros([BLOCK_N], dtype=scales_ptrs.dtype.element_ty)
+
+
+# One binary for every m: a launch that compiles stalls the requests being served.
+@triton.jit(do_not_specialize=["M", "units_per_split"])
 def packed_matmul_kernel(
     x_ptr,
     words_ptr,
@@ -81,6 +100,7 @@ def packed_matmul_kernel(
     UNIT: tl.constexpr = 512 // BITS
     SPAN: tl.constexpr = GROUP if GROUP > 0 else UNIT  # K of one dot
     PLANES: tl.constexpr = SPAN // 32
+    PARTS: tl.constexpr = UNIT // SPAN
     tile = tl.program_id(0)
     split = tl.program_id(1)
     tile_m, tile_n = grouped_tile(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), TILE_GROUP)
@@ -95,31 +115,46 @@ def packed_matmul_kernel(
     words_ptrs += rows[:, None] * 16 + tl.arange(0, 16)[None, :]
     x_ptrs = x_ptr + first * UNIT + m.to(tl.int64)[None, :] * stride_xm + k[:, None]
     scales_ptrs = scales_ptr + rows
-    if GROUP > 0:
-        scales_ptrs += first.to(tl.int64) * (UNIT // SPAN) * N
-        scale = tl.zeros([BLOCK_N], dtype=tl.float32)
+    end = tl.minimum(last * UNIT, K)
+    if GROUP == 0:
+        scale0 = tl.load(scales_ptrs).to(tl.float32)
+        scale1, scale2, scale3 = scale0, scale0, scale0
     else:
-        scale = tl.load(scales_ptrs).to(tl.float32)
+        # A load that no dot takes is not pipelined, so each unit's scales are loaded one ahead.
+        scales_ptrs += first.to(tl.int64) * PARTS * N
+        scale0 = _part_scales(scales_ptrs, N, end - first * UNIT, 0, PARTS, SPAN, BLOCK_N)
+        scale1 = _part_scales(scales_ptrs, N, end - first * UNIT, 1, PARTS, SPAN, BLOCK_N)
+        scale2 = _part_scales(scales_ptrs, N, end - first * UNIT, 2, PARTS, SPAN, BLOCK_N)
+        scale3 = _part_scales(scales_ptrs, N, end - first * UNIT, 3, PARTS, SPAN, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for unit in range(first, last):
         words = tl.load(words_ptrs)
-        for part in tl.static_range(UNIT // SPAN):
-            left = K - unit * UNIT - part * SPAN  # K values from here on
+        now0, now1, now2, now3 = scale0, scale1, scale2, scale3
+        if GROUP > 0:
+            scales_ptrs += PARTS * N
+            left = end - (unit + 1) * UNIT
+            scale0 = _part_scales(scales_ptrs, N, left, 0, PARTS, SPAN, BLOCK_N)
+            scale1 = _part_scales(scales_ptrs, N, left, 1, PARTS, SPAN, BLOCK_N)
+            scale2 = _part_scales(scales_ptrs, N, left, 2, PARTS, SPAN, BLOCK_N)
+            scale3 = _part_scales(scales_ptrs, N, left, 3, PARTS, SPAN, BLOCK_N)
+        for part in tl.static_range(PARTS):
             if EVEN_K:
                 x = tl.load(x_ptrs + part * SPAN, mask=in_m, other=0.0)
             else:
-                x = tl.load(x_ptrs + part * SPAN, mask=in_m & (k[:, None] < left), other=0.0)
+                in_x = in_m & (k[:, None] < K - unit * UNIT - part * SPAN)
+                x = tl.load(x_ptrs + part * SPAN, mask=in_x, other=0.0)
             w = dequantise(words, part * PLANES, PLANES, BITS, BLOCK_N, DTYPE)
-            if GROUP > 0:
-                if EVEN_K:
-                    scale = tl.load(scales_ptrs).to(tl.float32)
-                else:
-                    in_k = tl.zeros_like(rows) < left  # a block: the interpreter wants no scalar
-                    scale = tl.load(scales_ptrs, mask=in_k, other=0.0).to(tl.float32)
-                scales_ptrs += N
+            if part == 0:
+                scale = now0
+            elif part == 1:
+                scale = now1
+            elif part == 2:
+                scale = now2
+            else:
+                scale = now3
             # Scaled here even where one scale would do in the end: a sum in the tensor cores'
             # accumulator from one turn to the next makes each of their instructions wait.
-            acc += tl.dot(w, x, input_precision="ieee") * scale[:, None]
+            acc += tl.dot(w, x, input_precision="ieee") * scale.to(tl.float32)[:, None]
         words_ptrs += N * 16
         x_ptrs += UNIT
     valid = in_m & (n[:, None] < N)

@@ -26,9 +26,9 @@ from engine.backends.gpu.kernels.paged_tile import (
     VARIANT_DTYPES,
     as_pairs,
     dot_dtype_of,
-    kv_name,
     soft_capped,
     tile_mask,
+    tuning_key,
     unpack_int8,
 )
 from engine.backends.gpu.tuning import LaunchConfig, launch_config
@@ -270,8 +270,7 @@ def paged_decode(
     group = num_q_heads // num_kv_heads
     dim_padded = triton.next_power_of_2(head_dim)
     dot = dot_dtype_of(q.dtype, keys.dtype)
-    name = kv_name(dot, keys.dtype)
-    config = config or launch_config("paged_decode", head_dim=dim_padded, kv=name)
+    config = config or launch_config("paged_decode", **tuning_key(dot, keys.dtype, head_dim))
     partial = workspace[: batch * num_q_heads * num_splits * head_dim]
     lse = workspace[partial.numel() :]
     log2e = math.log2(math.e)
@@ -343,13 +342,13 @@ def _variant(
 ) -> Variant:  # fmt: skip
     quantised = kv_dtype == "i8"
     dot = dot_dtype_of(VARIANT_DTYPES[dtype], VARIANT_DTYPES[kv_dtype])
-    name = kv_name(dot, VARIANT_DTYPES[kv_dtype])
-    config = launch_config("paged_decode", head_dim=head_dim, kv=name)
-    kv = "*i16:16" if quantised else f"*{dtype}:16"
+    key = tuning_key(dot, VARIANT_DTYPES[kv_dtype], head_dim)
+    config = launch_config("paged_decode", **key)
+    kv = "*i16:16" if quantised else f"*{kv_dtype}:16"
     scale_stride = "i32" if quantised else "i32:16"
-    ends = ("_cap" if softcap else "") + ("" if split else "_whole")
+    ends = (", capped" if softcap else "") + ("" if split else ", not split")
     return Variant(
-        name=f"paged_decode_{dtype}_kv_{kv_dtype}_d{head_dim}_b{block_size}{ends}",
+        name=f"{dtype}, {kv_dtype} KV, head {head_dim}, block {block_size}{ends}",
         fn=_paged_decode_kernel,
         signature={
             "q_ptr": f"*{dtype}:16", "keys_ptr": kv, "values_ptr": kv, "k_scales_ptr": "*fp32:16",
@@ -376,7 +375,7 @@ def _variant(
 
 def _combine_variant(head_dim: int) -> Variant:
     return Variant(
-        name=f"paged_decode_combine_d{head_dim}",
+        name=f"combine, head {head_dim}",
         fn=_combine_kernel,
         signature={
             "partial_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "out_ptr": "*bf16:16",

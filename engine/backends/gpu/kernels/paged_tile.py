@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.backends.gpu.tuning import Key
+
 LOWEST = tl.constexpr(-1.0e30)
 """Below every score, yet finite: differences of two are 0, never NaN."""
 
@@ -68,16 +70,13 @@ def dot_dtype_of(activation: torch.dtype, stored: torch.dtype) -> tl.dtype:
 
     float32 where the activations are; else what the cache holds, as converting the cache costs
     more than converting queries. int8 is exact in float16, and unpacked to it in fewest steps.
-    Triton's interpreter multiplies the bits of bfloat16 as integers: there, too, it is float32.
     """
     if activation == torch.float32:
         return tl.float32
-    dtype = tl.float16 if stored == torch.int8 else _TRITON_DTYPES[stored]
-    interpreted = triton.knobs.runtime.interpret
-    return tl.float32 if interpreted and dtype == tl.bfloat16 else dtype
+    return tl.float16 if stored == torch.int8 else _TRITON_DTYPES[stored]
 
 
-def kv_name(dot: tl.dtype, stored: torch.dtype) -> str:
-    """How the tuning tables name a cache dtype and what it is multiplied in."""
-    stored_name = "int8" if stored == torch.int8 else _NAMES[_TRITON_DTYPES[stored]]
-    return f"{stored_name}_as_{_NAMES[dot]}"
+def tuning_key(dot: tl.dtype, stored: torch.dtype, head_dim: int) -> dict[str, Key]:
+    """What the tuning tables go by: the cache's dtype, what it is multiplied in, the padded D."""
+    kv = "int8" if stored == torch.int8 else _NAMES[_TRITON_DTYPES[stored]]
+    return {"kv": kv, "dot": _NAMES[dot], "head_dim": triton.next_power_of_2(head_dim)}

@@ -224,8 +224,8 @@ def _variant(dtype: str, kv_dtype: str, head_dim: int, block_size: int, *, norm:
     quantised = kv_dtype == "i8"
     scale_stride = "i32" if quantised else "i32:16"
     return Variant(
-        name=f"rope_kv_write_{dtype}_kv_{kv_dtype}_d{head_dim}_b{block_size}"
-        + ("_norm" if norm else ""),
+        name=f"{dtype}, {kv_dtype} KV, head {head_dim}, block {block_size}"
+        + (", norms" if norm else ""),
         fn=_rope_kv_write_kernel,
         signature={
             "qkv_ptr": f"*{dtype}:16", "positions_ptr": "*i32:16", "slots_ptr": "*i64:16",

@@ -25,9 +25,9 @@ from engine.backends.gpu.kernels.paged_tile import (
     VARIANT_DTYPES,
     as_pairs,
     dot_dtype_of,
-    kv_name,
     soft_capped,
     tile_mask,
+    tuning_key,
     unpack_int8,
 )
 from engine.backends.gpu.tuning import LaunchConfig, launch_config
@@ -258,9 +258,10 @@ def varlen_prefill(
         return
     dim_padded = triton.next_power_of_2(head_dim)
     dot = dot_dtype_of(q.dtype, keys.dtype)
-    name = kv_name(dot, keys.dtype)
     rows = min(triton.next_power_of_2(max_query_len * group), _MOST_ROWS)
-    config = config or launch_config("varlen_prefill", rows=rows, head_dim=dim_padded, kv=name)
+    plain = int(window == 0 and softcap == 0.0)
+    key = tuning_key(dot, keys.dtype, head_dim)
+    config = config or launch_config("varlen_prefill", rows=rows, plain=plain, **key)
     tokens_per_tile = config.meta["BLOCK_M"] // group
     assert tokens_per_tile > 0
     scales_stride = (0, 0) if k_scales is None else (k_scales.stride(0), k_scales.stride(1))
@@ -317,11 +318,11 @@ def variants() -> list[Variant]:
         _variant("bf16", "bf16", 128, 16),
         _variant("bf16", "bf16", 128, 64),
         _variant("bf16", "bf16", 256, 128),
+        _variant("bf16", "bf16", 256, 128, capped=True, windowed=True),
         _variant("bf16", "i8", 128, 128),
         _variant("bf16", "i8", 256, 128),
         _variant("fp32", "fp32", 128, 128),
         _variant("fp32", "fp32", 256, 128),
-        _variant("fp32", "i8", 128, 128),
     ]
 
 
@@ -336,13 +337,14 @@ def _variant(
 ) -> Variant:
     quantised = kv_dtype == "i8"
     dot = dot_dtype_of(VARIANT_DTYPES[dtype], VARIANT_DTYPES[kv_dtype])
-    name = kv_name(dot, VARIANT_DTYPES[kv_dtype])
-    config = launch_config("varlen_prefill", rows=rows, head_dim=head_dim, kv=name)
-    kv = "*i16:16" if quantised else f"*{dtype}:16"
+    plain = int(not capped and not windowed)
+    key = tuning_key(dot, VARIANT_DTYPES[kv_dtype], head_dim)
+    config = launch_config("varlen_prefill", rows=rows, plain=plain, **key)
+    kv = "*i16:16" if quantised else f"*{kv_dtype}:16"
     scale_stride = "i32" if quantised else "i32:16"
-    end = ("_cap" if capped else "") + ("_window" if windowed else "")
+    ends = (", capped" if capped else "") + (", window" if windowed else "")
     return Variant(
-        name=f"varlen_prefill_{dtype}_kv_{kv_dtype}_d{head_dim}_m{rows}{end}",
+        name=f"{dtype}, {kv_dtype} KV, head {head_dim}, rows {rows}{ends}",
         fn=_varlen_prefill_kernel,
         signature={
             "q_ptr": f"*{dtype}:16", "keys_ptr": kv, "values_ptr": kv, "k_scales_ptr": "*fp32:16",

@@ -10,12 +10,13 @@ from engine.backends.gpu.device import HostDevice
 from engine.backends.gpu.linears import WeightScheme
 from engine.backends.gpu.step_runner import GpuRunner
 from engine.engine import Engine
+from engine.gpu_profile import GpuCacheSizer, MemoryMeter
 from mesh.config import WorkerConfig
 
 
 def gpu_engine(
     folder: Path, weights: WeightScheme = "fp32", *, overlap: bool = True, prepare: bool = True,
-    activations: str = "", **fields: Any,
+    activations: str = "", meter: MemoryMeter | None = None, **fields: Any,
 ) -> Engine:  # fmt: skip
     """As on a GPU: planned ahead, decodes in graphs (unless ``prepare`` is false)."""
     defaults: dict[str, Any] = {
@@ -26,7 +27,8 @@ def gpu_engine(
     config = WorkerConfig(weights=weights, **{**defaults, **fields})
     config.validate()
     backend = GpuBackend(weights, HostDevice(), activations=activations)
-    engine = Engine(config, backend, overlap=overlap)
+    sizer = None if meter is None else GpuCacheSizer(config, meter)
+    engine = Engine(config, backend, overlap=overlap, sizer=sizer)
     if prepare:
         runner(engine).prepare(engine.model)
     return engine

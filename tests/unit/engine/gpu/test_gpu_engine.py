@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.backends.base import StepSizes
 from engine.backends.cpu.backend import CpuBackend
+from engine.backends.gpu.compile_ahead import steps_to_compile
 from engine.backends.gpu.linears import WeightScheme
 from engine.engine import Engine
 from engine.sequence import Sequence
@@ -17,6 +19,7 @@ from engine.warm_up import warm_up
 from mesh.config import KVDtype, WorkerConfig
 from tests.unit.engine.families import random_model
 from tests.unit.engine.gpu.gpu_engines import gpu_engine, runner
+from tests.unit.engine.test_gpu_profile import Meter
 from tests.unit.engine.tiny_llama import (
     TinyLlama,
     finish_ended,
@@ -166,6 +169,26 @@ def test_warm_up_captures_and_leaves_no_trace(tiny_llama: TinyLlama) -> None:
     assert pool.num_free == pool.num_blocks
     generate(engine, new_sequence([1, 2, 3], 3))
     assert runner(engine).num_replayed == 2
+
+
+def test_the_cache_is_sized_by_the_largest_step(tiny_llama: TinyLlama) -> None:
+    meter = Meter(size=1 << 30, before=1 << 20, at_most=2 << 20)
+    engine = gpu_engine(tiny_llama.folder, meter=meter, kv_blocks=9, prepare=False)
+    assert meter.runs == 1
+    assert engine.kv_memory.raw.shape[0] == 9
+    prompt = random_prompt(30, seed=10)
+    (answer,) = generate(engine, new_sequence(prompt, 3))
+    assert answer == tiny_llama.greedy(prompt, 3)
+
+
+def test_steps_that_only_compile_leave_the_cache_alone(tiny_llama: TinyLlama) -> None:
+    engine = gpu_engine(tiny_llama.folder, prepare=False)
+    engine.kv_memory.raw.fill_(7)
+    sizes = StepSizes(num_tokens=9, num_sequences=2, num_blocks=8, vocab_size=96)
+    batches = steps_to_compile(sizes, block_size=16)
+    assert [batch.num_tokens for batch in batches] == [9, 8, 5, 2, 9, 8, 5]
+    runner(engine).compile(engine.model, batches[-2:])
+    assert engine.kv_memory.raw.unique().tolist() == [7]
 
 
 def _on_cpu(folder: Path, prompts: list[list[int]]) -> list[list[int]]:

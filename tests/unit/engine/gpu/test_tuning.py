@@ -59,6 +59,9 @@ def test_an_entry_may_be_for_some_capabilities(tables: Path) -> None:
     with tuning.compiling_for(80):
         assert tuning.launch_config("matmul").meta["BLOCK"] == 2
     assert block_of(None) == 2
+    (tables / "nvidia_x1.json").write_text(json.dumps({"matmul": [entry(3)]}))
+    with tuning.compiling_for(90, "nvidia_x1"):
+        assert tuning.launch_config("matmul").meta["BLOCK"] == 3
 
 
 def test_an_unknown_kernel_is_a_key_error() -> None:
@@ -75,6 +78,7 @@ def test_every_kernel_has_a_default_without_conditions() -> None:
         assert not entries[-1].when, kernel
 
 
-def test_tables_of_cards_name_known_kernels() -> None:
+def test_tables_of_cards_name_known_kernels_and_can_be_built() -> None:
     for card in tuning.known_cards():
+        assert card in tuning.CARD_CAPABILITIES
         assert set(tuning._table(card)) <= set(tuning._table("default"))

@@ -8,24 +8,19 @@ from typing import Any
 
 import pytest
 
-from engine.start import gpu_weight_scheme, weight_scheme
+from engine.device import DeviceKind
+from engine.start import weight_scheme
 from mesh.config import Weights, WorkerConfig
 from mesh.errors import ConfigError
 from tests.unit.engine.weights.gguf_file import write_gguf
 
 
-def config(model: Path | None, weights: Weights = "auto") -> WorkerConfig:
-    return WorkerConfig(
-        role="decode", worker_id="d", redis_url="redis://h", model=str(model or ""), weights=weights
+def scheme(model: Path | None, weights: Weights = "auto", device: DeviceKind = "cpu") -> str:
+    path = str(model or "")
+    config = WorkerConfig(
+        role="decode", worker_id="d", redis_url="redis://h", model=path, weights=weights
     )
-
-
-def scheme(model: Path | None, weights: Weights = "auto") -> str:
-    return weight_scheme(config(model, weights))
-
-
-def gpu_scheme(model: Path | None, weights: Weights = "auto") -> str:
-    return gpu_weight_scheme(config(model, weights))
+    return weight_scheme(config, device)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +32,6 @@ def test_by_the_bits_of_a_gguf_file(
 ) -> None:
     write_gguf(tmp_path / "m.gguf", tiny_model("llama"), storage=storage)
     assert scheme(tmp_path / "m.gguf") == expected
-    wide = storage in ("F16", "F32")
-    assert gpu_scheme(tmp_path / "m.gguf") == ("bf16" if wide else expected)
 
 
 def test_safetensors_are_held_in_8_bits(saved_model: Callable[..., tuple[Any, Path]]) -> None:
@@ -54,4 +47,18 @@ def test_the_packaged_model_is_a_4_bit_file_and_a_given_scheme_is_kept() -> None
 def test_what_a_cpu_does_not_compute_with_is_refused(weights: Weights) -> None:
     with pytest.raises(ConfigError, match=f"^weights: {weights} needs a GPU"):
         scheme(None, weights)
-    assert gpu_scheme(None, weights) == weights
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "fp16", "int8", "w8a8", "int4"])
+def test_a_gpu_computes_with_every_scheme(weights: Weights) -> None:
+    assert scheme(None, weights, "cuda") == weights
+
+
+@pytest.mark.parametrize(
+    ("storage", "expected"), [("Q4_0", "int4"), ("Q8_0", "int8"), ("F16", "bf16")]
+)
+def test_a_gpu_keeps_the_files_own_precision(
+    storage: str, expected: str, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "m.gguf", tiny_model("llama"), storage=storage)
+    assert scheme(tmp_path / "m.gguf", device="cuda") == expected

@@ -1,0 +1,45 @@
+"""One rank's half of the KV export: its data plane and its sender."""
+
+from __future__ import annotations
+
+from engine.engine import Engine
+from kvtransfer.data_plane import DataPlane, open_data_plane
+from kvtransfer.outbox import Send
+from kvtransfer.rank_names import rank_peer
+from kvtransfer.sender import TransferSender
+from mesh.config import WorkerConfig
+
+NICENESS = 10
+"""Of the computing threads: after everything that a running answer waits for."""
+
+
+def open_rank(config: WorkerConfig, engine: Engine, epoch: int) -> DataPlane:
+    """The data plane over this rank's KV cache; the caller closes its transport.
+
+    Raises:
+        TransportError: the transport can't be had here.
+    """
+    memory = engine.kv_memory
+    return open_data_plane(
+        config, engine.kv_spec, memory.buffer, memory.mapping, epoch,
+        peer_id=rank_peer(config.worker_id, engine.group.rank) if engine.group.rank else "",
+        heads=engine.shard.kv_heads,
+    )  # fmt: skip
+
+
+def make_sender(
+    config: WorkerConfig, engine: Engine, data_plane: DataPlane, epoch: int, send: Send
+) -> TransferSender:
+    """The sender of this rank's blocks."""
+    return TransferSender(
+        worker_id=config.worker_id,
+        epoch=epoch,
+        fingerprint=engine.fingerprint,
+        transport=data_plane.transport,
+        send=send,
+        layout=data_plane.layout,
+        rank=engine.group.rank,
+        num_parts=config.kv_layer_groups,
+        staging=data_plane.staging,
+        lease_s=config.lease_s,
+    )
