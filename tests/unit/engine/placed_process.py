@@ -24,7 +24,6 @@ def main() -> int:
     """Print one line when placed; exit code 3 and the error's code where that fails."""
     config = msgspec.json.decode(sys.argv[1], type=WorkerConfig)
     setup_logging("info", config.worker_id)
-    WorkerConfig.num_gpus = property(lambda _: int(sys.argv[2]))  # type: ignore[assignment]
     device.missing_for_cuda = lambda: ""
     placement.take_gpus = functools.partial(placement.take_gpus, settle_s=0.0)
 

@@ -79,11 +79,9 @@ Start = Callable[..., "Placed"]
 class Placed:
     """One process of ``placed_process``."""
 
-    def __init__(
-        self, config: WorkerConfig, environment: Mapping[str, str], num_gpus: int = 1
-    ) -> None:
+    def __init__(self, config: WorkerConfig, environment: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", "tests.unit.engine.placed_process",
-                   msgspec.json.encode(config).decode(), str(num_gpus)]  # fmt: skip
+                   msgspec.json.encode(config).decode()]  # fmt: skip
         self.process = subprocess.Popen(
             command, cwd=_ROOT, env=dict(environment), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -167,8 +165,10 @@ def test_a_worker_of_two_ranks_gets_a_linked_pair(valkey: EmbeddedValkey, tmp_pa
     environment = build_fake_nvml(tmp_path, gpus, near)
     given = []
     for worker_id in ("d0", "d1"):
-        config = WorkerConfig(role="decode", worker_id=worker_id, redis_url=valkey.url)
-        worker = Placed(config, environment, num_gpus=2)
+        config = WorkerConfig(
+            role="decode", worker_id=worker_id, redis_url=valkey.url, tensor_parallel=2
+        )
+        worker = Placed(config, environment)
         try:
             worker.wait_for("NVLink 200 GB/s between all pairs: GPU-")
             said = worker.line()
@@ -187,8 +187,10 @@ def test_a_gpu_that_strangers_use_is_the_last_and_told_of(
     gpus = [FakeGpu(used=30 << 30), FakeGpu()]
     environment = build_fake_nvml(tmp_path, gpus, ((0, 40), (40, 0)))
     for num_gpus, given in ((1, ["GPU-1"]), (2, ["GPU-0", "GPU-1"])):
-        config = WorkerConfig(role="decode", worker_id=f"d{num_gpus}", redis_url=valkey.url)
-        worker = Placed(config, environment, num_gpus)
+        config = WorkerConfig(
+            role="decode", worker_id="d", redis_url=valkey.url, tensor_parallel=num_gpus
+        )
+        worker = Placed(config, environment)
         try:
             if num_gpus == 2:
                 worker.wait_for("GPU-0 has 30.0 GiB in use by others without a lease")
