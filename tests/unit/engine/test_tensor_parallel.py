@@ -14,6 +14,8 @@ import transformers
 from engine.backends.cpu.backend import CpuBackend, WeightScheme
 from engine.engine import Engine
 from engine.model_config import ModelConfig
+from engine.start import start_followers
+from engine.tensor_parallel.rank_setup import RankReady
 from engine.tensor_parallel.shard import plan_shard
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
@@ -36,7 +38,7 @@ _CASES: dict[str, tuple[transformers.PretrainedConfig, int]] = {
 _PROMPT_LENGTHS = (1, 15, 17, 40, 90)
 
 
-def _config(folder: Path, **fields: Any) -> WorkerConfig:
+def _config(folder: Path | str, **fields: Any) -> WorkerConfig:
     defaults: dict[str, Any] = {"kv_blocks": 64, "max_batched_tokens": 48, "weights": "fp32"}
     return WorkerConfig(
         role="decode",
@@ -135,3 +137,9 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers(
     with pytest.raises(ConfigError, match="tensor_parallel: ") as refused:
         plan_shard(config, size - 1, size, weights)
     assert numbers in str(refused.value)
+
+
+def test_it_is_refused_before_any_process_starts() -> None:
+    config = _config("", tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"9 attention heads .* among 2 ranks: 9 = 4 x 2 \+ 1"):
+        start_followers(config, "no.such.module", RankReady, epoch=1)
