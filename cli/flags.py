@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from mesh.config import (
+    DEVICES,
     KV_DTYPES,
     KV_WIRES,
     LOG_FORMATS,
@@ -73,6 +74,13 @@ _REQUEST_FLAGS = (
     _Flag("max_body_bytes", int, "BYTES", "largest accepted HTTP body"),
 )
 _ENGINE_FLAGS = (
+    _Flag(
+        "device",
+        str,
+        "NAME",
+        "what the model runs on; auto: cuda where a GPU and a torch for it are there",
+        DEVICES,
+    ),
     _Flag("weights", str, "KIND", "how weights are held in memory", WEIGHTS),
     _Flag(
         "kv_dtype",
@@ -81,8 +89,23 @@ _ENGINE_FLAGS = (
         "how the KV cache is stored; auto: fp16, fp32 with fp32 weights",
         KV_DTYPES,
     ),
-    _Flag("kv_memory_mib", int, "MIB", "KV pool of one worker, in MiB"),
-    _Flag("kv_blocks", int, "BLOCKS", "KV pool of one worker, in blocks; 0: by --kv-memory-mib"),
+    _Flag("kv_memory_mib", int, "MIB", "KV pool of one worker on CPUs, in MiB"),
+    _Flag(
+        "kv_blocks",
+        int,
+        "BLOCKS",
+        "KV pool of one worker, in blocks; 0: by --kv-memory-mib, on a GPU what is left",
+    ),
+    _Flag(
+        "gpu_memory_utilization",
+        float,
+        "SHARE",
+        "how much of a GPU's memory its workers use, from 0 to 1",
+    ),
+    _Flag(
+        "gpu_slots", int, "WORKERS", "workers that may share a GPU; 0: one, as many as needed by up"
+    ),
+    _Flag("gpu_wait_s", float, "SECONDS", "how long a worker waits for a free GPU"),
     _Flag("block_size", int, "TOKENS", "token slots per KV block, a power of two"),
     _Flag("max_num_seqs", int, "SEQUENCES", "most sequences in one step"),
     _Flag("max_batched_tokens", int, "TOKENS", "most tokens computed in one step"),

@@ -72,6 +72,7 @@ class LocalCluster:
             for role in ROLES
             for i in range(counts[role])
         ]
+        self._share_gpus(show)
         try:
             resolve_model(gateway.model)
         except ConfigError as error:
@@ -79,6 +80,23 @@ class LocalCluster:
         self._valkey: EmbeddedValkey | None = None
         self._gateway: ChildProcess | None = None
         self._workers: list[ChildProcess] = []
+
+    def _share_gpus(self, show: Callable[[str], None]) -> None:
+        """Without --gpu-slots: as many workers on a GPU as it takes for all to have one."""
+        first = self.worker_configs[0]
+        if first.gpu_slots or first.device == "cpu":
+            return
+        from cli.gpu_sharing import gpu_slots  # late: looks for a driver
+
+        try:
+            slots = gpu_slots(first, len(self.worker_configs))
+            configs = [msgspec.structs.replace(x, gpu_slots=slots) for x in self.worker_configs]
+            configs[0].validate()
+        except ConfigError as error:
+            raise flag_error(error) from error
+        self.worker_configs = configs
+        if slots > 1:
+            show(f"up to {slots} workers share a GPU and its memory")
 
     @property
     def url(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from engine.placement import Placement, run_placed
 from kvtransfer.rank_messages import ReceiveReport
 from mesh.config import WorkerConfig
 from mesh.service import process_epoch, run_service, setup_logging
@@ -15,21 +16,29 @@ def run(config: WorkerConfig) -> None:
 
     Raises:
         ConfigError: the configuration or the model is unusable.
+        Unavailable: no GPU became free, or its lease was lost.
     """
     setup_logging(config.log_level, config.worker_id, config.log_format)
     configure_threads()
-    from decode_worker.control import DecodeControl
-    from engine.start import start_engine, start_followers  # torch reads the thread settings
 
     async def main(stop: asyncio.Event) -> None:
-        epoch = process_epoch()
-        followers = start_followers(config, "decode_worker.follower", ReceiveReport, epoch)
-        try:
-            engine = await start_engine(config, followers)
-            if not stop.is_set():
-                await DecodeControl(config, engine, followers, epoch).run(stop)
-        finally:
-            if followers is not None:
-                await followers.close()
+        async def serve(placement: Placement) -> None:
+            # Loads torch, which reads the thread settings and what GPUs there are.
+            from decode_worker.control import DecodeControl
+            from engine.start import start_engine, start_followers
+
+            epoch = process_epoch()
+            followers = start_followers(
+                config, placement, "decode_worker.follower", ReceiveReport, epoch
+            )
+            try:
+                engine = await start_engine(config, placement, followers)
+                if not stop.is_set():
+                    await DecodeControl(config, engine, followers, epoch).run(stop)
+            finally:
+                if followers is not None:
+                    await followers.close()
+
+        await run_placed(config, stop, serve)
 
     run_service(main)

@@ -17,8 +17,10 @@ from engine.backends.base import Backend, KVCacheSpec
 from engine.batch import BatchInputs, build_batch
 from engine.block_pool import BlockPool
 from engine.constrainer import Constrainer
+from engine.gpu_profile import GpuCacheSizer
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.placement import ON_CPU, Placement
 from engine.profiling.limits import Limits
 from engine.profiling.session import ProfileSession
 from engine.sampler import SampledToken, sample
@@ -76,25 +78,44 @@ class Engine:
     """Owns the model, the KV cache and every live sequence of this worker."""
 
     def __init__(
-        self, config: WorkerConfig, backend: Backend, group: TensorParallelGroup | None = None
+        self,
+        config: WorkerConfig,
+        backend: Backend,
+        group: TensorParallelGroup | None = None,
+        *,
+        sizer: GpuCacheSizer | None = None,
+        placement: Placement = ON_CPU,
     ) -> None:
         """Load the model and allocate the cache; of several ranks, this one's part of both.
+
+        Args:
+            config: this worker's.
+            backend: runs the model.
+            group: the ranks among which it is divided; None: it is whole.
+            sizer: decides the number of KV blocks; None: the configuration does.
+            placement: what the backend computes on, for those who ask.
 
         Raises:
             ConfigError: the model or the cache size is unusable; says which number to change.
         """
         files = resolve_model(config.model)
         self.model_config, source = open_model(files)
+        self.placement = placement
         max_model_len = _max_model_len(config, self.model_config)
         self.group = group = group or TensorParallelGroup()
+        self.shard = plan_shard(self.model_config, group.rank, group.size, config.weights)
+        self.kv_spec = _kv_spec(config, self.model_config, self.shard)
+        if sizer is not None:
+            sizer.check(self.model_config, self.kv_spec, max_model_len)
         with source:
-            self.shard = plan_shard(self.model_config, group.rank, group.size, config.weights)
             self.model = Decoder(
                 self.model_config, source, backend, max_model_len, self.shard, group
             )
             weights_hash = source.content_hash()
-        spec = _kv_spec(config, self.model_config, self.shard)
-        self.kv_spec = replace(spec, num_blocks=group.least(spec.num_blocks))
+        num_blocks = self.kv_spec.num_blocks
+        if sizer is not None:
+            num_blocks = sizer(self.model, self.kv_spec, max_model_len)
+        self.kv_spec = replace(self.kv_spec, num_blocks=group.least(num_blocks))
         self._backend = backend
         num_blocks = self.kv_spec.num_blocks + config.num_staging_blocks
         self.kv_memory = backend.allocate_kv_cache(replace(self.kv_spec, num_blocks=num_blocks))

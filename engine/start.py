@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import threading
@@ -10,10 +11,15 @@ import time
 from typing import Any
 
 import msgspec
+import torch
 
+from engine.backends.base import Backend
 from engine.backends.cpu.backend import CpuBackend, WeightScheme
 from engine.backends.cpu.core_share import CoreShare
+from engine.device import DeviceKind
 from engine.engine import Engine
+from engine.gpu_profile import CudaMeter, GpuCacheSizer
+from engine.placement import ON_CPU, Placement
 from engine.tensor_parallel.distributed_group import DistributedGroup
 from engine.tensor_parallel.follower_processes import FollowerProcesses
 from engine.tensor_parallel.rank_setup import RankSetup
@@ -21,6 +27,7 @@ from engine.tensor_parallel.shard import check_divisible
 from engine.warm_up import warm_up
 from engine.weights import open_model
 from mesh.config import WorkerConfig
+from mesh.errors import ConfigError
 from mesh.model_files import resolve_model
 
 _INT4_BELOW_BITS = 5.25
@@ -30,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 def start_followers(
-    config: WorkerConfig, module: str, reports: Any, epoch: int
+    config: WorkerConfig, placement: Placement, module: str, reports: Any, epoch: int
 ) -> FollowerProcesses | None:
     """Start the processes of the other ranks, if the worker has any; the caller closes them.
 
@@ -45,10 +52,12 @@ def start_followers(
     model, source = open_model(resolve_model(config.model))
     source.close()
     check_divisible(model, config.tensor_parallel, weight_scheme(config))
-    return FollowerProcesses(config, module, reports, epoch)
+    return FollowerProcesses(config, placement.device, module, reports, epoch)
 
 
-async def start_engine(config: WorkerConfig, followers: FollowerProcesses | None = None) -> Engine:
+async def start_engine(
+    config: WorkerConfig, placement: Placement, followers: FollowerProcesses | None = None
+) -> Engine:
     """``build_engine`` beside the event loop, in a thread that ends with it.
 
     A thread that has computed keeps its OpenMP team for as long as it lives. A second team makes
@@ -71,7 +80,7 @@ async def start_engine(config: WorkerConfig, followers: FollowerProcesses | None
 
     def build() -> None:
         try:
-            engine = build_engine(config, followers)
+            engine = build_engine(config, placement, followers)
         except BaseException as error:
             loop.call_soon_threadsafe(report, None, error)
         else:
@@ -88,8 +97,17 @@ async def start_engine(config: WorkerConfig, followers: FollowerProcesses | None
     return engine
 
 
-def build_engine(config: WorkerConfig, followers: FollowerProcesses | None = None) -> Engine:
-    """Load the model, allocate the cache and compile the kernels; with followers, as rank 0.
+def build_engine(
+    config: WorkerConfig,
+    placement: Placement = ON_CPU,
+    followers: FollowerProcesses | None = None,
+) -> Engine:
+    """Load the model, allocate the cache and compile the kernels.
+
+    Args:
+        config: the worker's.
+        placement: what it computes on.
+        followers: the other ranks, with this one as rank 0; None: there are none.
 
     Raises:
         ConfigError: the model or a size is unusable.
@@ -97,19 +115,18 @@ def build_engine(config: WorkerConfig, followers: FollowerProcesses | None = Non
     start_s = time.monotonic()
     weights = weight_scheme(config)
     config = msgspec.structs.replace(config, weights=weights)
-    backend = _make_backend(config, weights)
-    if followers is None:
-        engine = Engine(config, backend)
-    else:
-        engine = Engine(config, backend, followers.join(backend.device))
+    backend, sizer = _make_backend(config, placement.device, rank=0)
+    group = None if followers is None else followers.join(backend.device)
+    engine = Engine(config, backend, group, sizer=sizer, placement=placement)
+    if followers is not None:
         engine.announce = followers.announce
     engine.constrainer.prepare()
     loaded_s = time.monotonic()
     warm_up(engine)
     engine.group.expect_steps()
     _logger.info(
-        "model ready weights=%s load_s=%.1f warm_up_s=%.1f",
-        weights, loaded_s - start_s, time.monotonic() - loaded_s,
+        "model ready device=%s weights=%s load_s=%.1f warm_up_s=%.1f",
+        placement.device, weights, loaded_s - start_s, time.monotonic() - loaded_s,
     )  # fmt: skip
     return engine
 
@@ -120,21 +137,44 @@ def build_rank(setup: RankSetup) -> Engine:
     Raises:
         ConfigError: the model or a size is unusable, or the ranks did not find each other.
     """
-    weights = weight_scheme(setup.config)
-    config = msgspec.structs.replace(setup.config, weights=weights)
-    backend = _make_backend(config, weights)
+    config = msgspec.structs.replace(setup.config, weights=weight_scheme(setup.config))
+    backend, sizer = _make_backend(config, setup.device, setup.rank)
     group = DistributedGroup(setup.rank, config.tensor_parallel, setup.port, backend.device)
-    return Engine(config, backend, group)
+    return Engine(config, backend, group, sizer=sizer)
 
 
-def _make_backend(config: WorkerConfig, weights: WeightScheme) -> CpuBackend:
-    """What this rank computes with; the cores are divided among the ranks."""
-    size = config.tensor_parallel
+def _make_backend(
+    config: WorkerConfig, device: DeviceKind, rank: int
+) -> tuple[Backend, GpuCacheSizer | None]:
+    """What a rank computes with, and on a GPU what sizes its cache."""
+    return _gpu_backend(config, rank) if device == "cuda" else (_cpu_backend(config), None)
+
+
+def _cpu_backend(config: WorkerConfig) -> CpuBackend:
+    """Divides the cores among the ranks."""
+    size, weights = config.tensor_parallel, weight_scheme(config)
     if config.threads:
         return CpuBackend(weights, max(1, config.threads // size))
     if size > 1 and not config.cores_file:
         return CpuBackend(weights, max(1, len(os.sched_getaffinity(0)) // size))
     return CpuBackend(weights, CoreShare(config.cores_file, config.role))
+
+
+def _gpu_backend(config: WorkerConfig, rank: int) -> tuple[Backend, GpuCacheSizer]:
+    """On the rank's one of the placement's GPUs, which are all that CUDA sees.
+
+    Raises:
+        ConfigError: the driver and torch do not go together.
+    """
+    device = torch.device("cuda", rank)
+    try:
+        torch.cuda.mem_get_info(device)  # starts CUDA
+    except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device: torch {torch.__version__} cannot use CUDA: {reason}") from error
+    # Not at the top: it loads triton, which a machine without a GPU need not have.
+    module = importlib.import_module("engine.backends.gpu.backend")
+    return module.GpuBackend(config.weights, device), GpuCacheSizer(config, CudaMeter(device))
 
 
 def weight_scheme(config: WorkerConfig) -> WeightScheme:

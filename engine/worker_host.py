@@ -11,6 +11,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from engine.engine import Engine
+from engine.placement import show_gpus
 from engine.profiling.endpoint import ProfileEndpoint
 from mesh import metrics
 from mesh.config import WorkerConfig
@@ -101,14 +102,17 @@ class WorkerHost:
             max_num_seqs=config.max_num_seqs,
             transport=config.transport,
             tensor_parallel=config.tensor_parallel,
+            device=engine.placement.device,
+            gpus=engine.placement.worker_gpus(),
         )
+        show_gpus(self._info.gpus)
         metrics.identify(self._info.model, config.worker_id)
         self._registration = Registration(config.redis_url, self._info, self._load)
         await self._registration.start()
         _logger.info(
-            "serving role=%s endpoint=%s transport=%s kv_blocks=%d weight_mib=%d",
-            config.role, self._info.endpoint, config.transport, self._info.kv_blocks_total,
-            engine.model.num_weight_bytes >> 20,
+            "serving role=%s endpoint=%s transport=%s device=%s kv_blocks=%d weight_mib=%d",
+            config.role, self._info.endpoint, config.transport, self._info.device,
+            self._info.kv_blocks_total, engine.model.num_weight_bytes >> 20,
         )  # fmt: skip
 
     async def close(self) -> None:

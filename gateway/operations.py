@@ -103,6 +103,8 @@ async def _census(cluster: Cluster, worker: Worker) -> dict[str, Any]:
         "endpoint": info.endpoint,
         "http_endpoint": info.http_endpoint,
         "transport": info.transport,
+        "device": info.device,
+        "gpus": msgspec.to_builtins(info.gpus),
         "fingerprint": info.fingerprint,
         "model": info.model,
         "max_model_len": info.max_model_len,

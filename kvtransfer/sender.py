@@ -238,6 +238,8 @@ class TransferSender:
         elif outgoing.grant is not None:
             if outgoing.grant != grant:
                 self._fail(outgoing, "duplicate_grant", "a second, different grant")
+        elif outgoing.state is SendState.DRAINING:
+            outgoing.grant = grant  # given up already: its Nack has a reader now
         elif outgoing.state is SendState.EXPECTED:
             outgoing.grant = grant
             outgoing.lease = Lease.start(grant.lease_s, self._clock())

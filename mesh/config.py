@@ -23,6 +23,7 @@ KVDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 ToolCallParserName = Literal["auto", "hermes", "llama3", "mistral"]
 TransportName = Literal["auto", "shm", "ucx", "tcp", "inproc"]
 KVWire = Literal["", "int8"]
+Device = Literal["auto", "cpu", "cuda"]
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
@@ -32,6 +33,10 @@ KV_DTYPES: tuple[KVDtype, ...] = ("auto", "fp32", "bf16", "fp16", "int8")
 TOOL_CALL_PARSERS: tuple[ToolCallParserName, ...] = ("auto", "hermes", "llama3", "mistral")
 TRANSPORTS: tuple[TransportName, ...] = ("auto", "shm", "ucx", "tcp", "inproc")
 KV_WIRES: tuple[KVWire, ...] = ("", "int8")
+DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
+
+MAX_GPU_SLOTS = 8
+"""Most workers on one GPU."""
 
 _STAGING_BLOCKS = 64
 _ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -107,15 +112,24 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TCP port of the control socket; 0 takes any free one."""
     http_port: int = 0
     """TCP port of /metrics and /health; 0 takes any free one."""
+    device: Device = "auto"
+    """What the model runs on; auto: CUDA where there are a GPU and a torch that can use it."""
     weights: Weights = "auto"
     """Weights in memory: ``fp32``, or ``int8`` / ``int4`` in groups of 32 (embedding: 8 bits).
     auto: ``int4`` where the file itself has about 4 bits per weight, else ``int8``."""
     kv_dtype: KVDtype = "auto"
     """Storage of the KV cache; auto: fp32 with fp32 weights, else fp16."""
     kv_blocks: int = 0
-    """KV pool size in blocks; 0: as many as ``kv_memory_mib`` holds."""
+    """KV pool size in blocks; 0: as many as ``kv_memory_mib`` holds, or on a GPU as fit beside
+    the model."""
     kv_memory_mib: int = 1024
-    """KV pool size in MiB where ``kv_blocks`` is 0."""
+    """KV pool size in MiB where ``kv_blocks`` is 0 and the device is a CPU."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights, activations and KV of the workers on it together."""
+    gpu_slots: int = 0
+    """Workers that may share one GPU; all of a host must say the same. 0: one."""
+    gpu_wait_s: float = 60.0
+    """Seconds that a worker waits for a free GPU."""
     block_size: int = 16
     """Token slots per KV block; a power of two."""
     max_num_seqs: int = 128
@@ -167,10 +181,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             _check_host("advertise_host", self.advertise_host)
         _check_range("control_port", self.control_port, 0, 65535)
         _check_range("http_port", self.http_port, 0, 65535)
+        _check_choice("device", self.device, DEVICES)
         _check_choice("weights", self.weights, WEIGHTS)
         _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _check_range("kv_blocks", self.kv_blocks, 0, 1 << 31)
         _check_range("kv_memory_mib", self.kv_memory_mib, 1, 16 << 20)
+        _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        _check_range("gpu_slots", self.gpu_slots, 0, MAX_GPU_SLOTS)
+        _check_range("gpu_wait_s", self.gpu_wait_s, 0, 86_400)
         _check_range("block_size", self.block_size, 1, 256)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
@@ -195,6 +213,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_staging_blocks(self) -> int:
         """Blocks of the KV pool that hold compressed KV while it is sent."""
         return _STAGING_BLOCKS if self.role == "prefill" and self.kv_wire else 0
+
+    @property
+    def num_gpu_sharers(self) -> int:
+        """Workers among which a GPU's memory is divided."""
+        return self.gpu_slots or 1
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that one worker computes on."""
+        return self.tensor_parallel
 
     def advertised(self, endpoint: str) -> str:
         """``endpoint`` (``scheme://host:port``) with the host that peers dial."""

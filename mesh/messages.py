@@ -232,6 +232,16 @@ class RequestFailed(Message, frozen=True, tag="failed"):
 # ---------------------------------------------------------------------------- status
 
 
+class WorkerGpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU that a worker computes on."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+    link_gb_s: tuple[int, ...]
+    """NVLink to each of the worker's GPUs in their order, GB/s each way; 0: none."""
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker registers: constant for one epoch."""
 
@@ -251,6 +261,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int
     max_num_seqs: int
     transport: str
+    device: str = "cpu"
+    """``cpu`` or ``cuda``."""
+    gpus: tuple[WorkerGpu, ...] = ()
+    """In the order of its ranks."""
     tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     """As in PeerRef."""
 

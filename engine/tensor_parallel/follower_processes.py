@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from engine.batch import BatchInputs
+from engine.device import DeviceKind
 from engine.tensor_parallel.distributed_group import DistributedGroup, listen
 from engine.tensor_parallel.rank_setup import RankReady, RankSetup
 from engine.tensor_parallel.step_wire import StepSender
@@ -50,11 +51,14 @@ class RankLost(PdmeshError):
 class FollowerProcesses:
     """Owns the processes and their sockets. Made and closed in the event loop's (main) thread."""
 
-    def __init__(self, config: WorkerConfig, module: str, reports: Any, epoch: int) -> None:
+    def __init__(
+        self, config: WorkerConfig, device: DeviceKind, module: str, reports: Any, epoch: int
+    ) -> None:
         """Start ``config.tensor_parallel - 1`` processes.
 
         Args:
             config: The worker's.
+            device: What all ranks compute on.
             module: What they run, see ``engine.tensor_parallel.follower``.
             reports: Type of their messages besides ``RankReady``.
             epoch: This start of the worker.
@@ -82,7 +86,7 @@ class FollowerProcesses:
                 self._processes.append(_spawn(module, pipe_end, step_end))
             self._pipes.append(self._open(rank, pipe, decoder))
             steps.append(step)
-            setup = RankSetup(config=config, rank=rank, port=self._port, epoch=epoch)
+            setup = RankSetup(config=config, device=device, rank=rank, port=self._port, epoch=epoch)
             self.send(rank, setup)
         self._steps = steps
         self.announce: Callable[[BatchInputs], None] = StepSender(steps)

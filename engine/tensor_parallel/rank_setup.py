@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.device import DeviceKind
 from mesh.config import WorkerConfig
 
 
@@ -12,6 +13,8 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
 
     config: WorkerConfig
     """The worker's own."""
+    device: DeviceKind
+    """What it computes on: the CPU, or the GPU of its rank's number."""
     rank: int
     port: int
     """Of the group's store, on the loopback device."""

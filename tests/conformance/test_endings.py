@@ -71,6 +71,14 @@ def test_sender_cancels_before_the_grant(cluster: Cluster, p: Node, d: Node) -> 
     assert failures(d) == {"t": "aborted"}
 
 
+def test_both_cancel_while_the_grant_is_on_its_way(cluster: Cluster, p: Node, d: Node) -> None:
+    start(p, d)
+    d.receiver.cancel("t")
+    p.sender.cancel("t", "aborted", "the client left")
+    cluster.run_until(lambda: "t" in released(d) and bool(failures(p)))  # the clock stands still
+    assert failures(d) == {}
+
+
 def test_leases_hold_while_both_sides_live(cluster: Cluster, p: Node, d: Node) -> None:
     start(p, d)
     cluster.advance(5 * LEASE_S)

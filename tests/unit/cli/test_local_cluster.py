@@ -8,6 +8,8 @@ from cli.embedded_valkey import EmbeddedValkey
 from cli.flags import REDIS_URL_VARIABLE
 from cli.local_cluster import LocalCluster
 from cli.main import build_parser
+from mesh.errors import ConfigError
+from tests.unit.mesh.gpu_hosts import host
 
 
 def cluster(tmp_path: Path, *arguments: str) -> LocalCluster:
@@ -66,3 +68,41 @@ def test_ids_are_unique_on_a_shared_registry(tmp_path: Path) -> None:
     ids = [config.worker_id for made in (first, second) for config in made.worker_configs]
     assert len(set(ids)) == 4
     assert all(worker_id.endswith(("-prefill-0", "-decode-0")) for worker_id in ids)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "arguments", "slots", "said"),
+    [
+        (1, [], 2, ["up to 2 workers share a GPU and its memory"]),
+        (2, [], 1, []),
+        (2, ["--prefill", "2", "--decode", "3"], 3, ["up to 3 workers share a GPU and its memory"]),
+        (1, ["--gpu-slots", "4"], 4, []),
+        (1, ["--device", "cpu"], 0, []),
+        (0, [], 0, []),
+    ],
+)
+def test_as_many_workers_share_a_gpu_as_have_to(
+    num_gpus: int, arguments: list[str], slots: int, said: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("cli.gpu_sharing.read_topology", lambda: host(num_gpus))
+    monkeypatch.setattr("engine.device.missing_for_cuda", lambda: "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    shown: list[str] = []
+    options = build_parser().parse_args(["up", "--port", "0", *arguments])
+    made = LocalCluster(options, tmp_path, shown.append)
+    assert {config.gpu_slots for config in made.worker_configs} == {slots}
+    assert shown == said
+
+
+def test_a_gpu_that_is_not_there_or_too_few_are_told_by_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.device.missing_for_cuda", lambda: "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("cli.gpu_sharing.read_topology", lambda: host(0))
+    with pytest.raises(ConfigError, match=r"^--device: cuda, but there is no GPU$"):
+        cluster(tmp_path, "--device", "cuda")
+    monkeypatch.setattr("cli.gpu_sharing.read_topology", lambda: host(1))
+    with pytest.raises(ConfigError, match=r"^--gpu-slots: 9 is not between 0 and 8$"):
+        cluster(tmp_path, "--decode", "8")

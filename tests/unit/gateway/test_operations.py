@@ -84,6 +84,7 @@ async def test_census_is_live(client: Client, cluster: ScriptedCluster, script: 
     assert workers[decode.id]["running"] == 1
     assert workers[decode.id]["kv_blocks_free"] == 4095
     assert workers[decode.id]["role"] == "decode"
+    assert (workers[decode.id]["device"], workers[decode.id]["gpus"]) == ("cpu", [])
     assert {
         "kv_blocks_total",
         "kv_blocks_quarantined",

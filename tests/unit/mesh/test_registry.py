@@ -11,9 +11,15 @@ from redis.asyncio import Redis
 
 from cli.embedded_valkey import EmbeddedValkey
 from mesh.errors import ConfigError
-from mesh.messages import LoadSnapshot, WorkerInfo
+from mesh.messages import LoadSnapshot, WorkerGpu, WorkerInfo
 from mesh.registry import ClusterView, Registration
-from mesh.registry_keys import MAX_VALUE_BYTES, WORKERS_KEY, worker_key
+from mesh.registry_keys import (
+    MAX_VALUE_BYTES,
+    WORKERS_KEY,
+    decode_value,
+    encode_value,
+    worker_key,
+)
 from tests.unit.mesh.until import until
 
 
@@ -196,6 +202,19 @@ async def test_a_bad_value_hides_no_other_worker(valkey: EmbeddedValkey, bad: by
 
 async def _int(result: Awaitable[int] | int) -> int:
     return result if isinstance(result, int) else await result
+
+
+def test_a_worker_that_tells_of_no_device_computes_on_a_cpu() -> None:
+    fields = msgspec.to_builtins(info())
+    del fields["device"], fields["gpus"]  # as versions did that knew no GPU
+    found = decode_value(msgspec.msgpack.encode(fields), WorkerInfo)
+    assert (found.device, found.gpus) == ("cpu", ())
+
+
+def test_a_worker_tells_of_its_gpus() -> None:
+    gpu = WorkerGpu(uuid="GPU-1", name="NVIDIA H100", memory_bytes=80 << 30, link_gb_s=(0,))
+    told = msgspec.structs.replace(info(), device="cuda", gpus=(gpu,))
+    assert decode_value(encode_value(told), WorkerInfo) == told
 
 
 def test_a_malformed_url_is_a_config_error() -> None:
