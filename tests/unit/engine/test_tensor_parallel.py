@@ -14,6 +14,7 @@ import transformers
 from engine.backends.cpu.backend import CpuBackend, WeightScheme
 from engine.engine import Engine
 from engine.model_config import ModelConfig
+from engine.placement import ON_CPU
 from engine.start import start_followers
 from engine.tensor_parallel.rank_setup import RankReady
 from engine.tensor_parallel.shard import plan_shard
@@ -142,4 +143,4 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers(
 def test_it_is_refused_before_any_process_starts() -> None:
     config = _config("", tensor_parallel=2)
     with pytest.raises(ConfigError, match=r"9 attention heads .* among 2 ranks: 9 = 4 x 2 \+ 1"):
-        start_followers(config, "no.such.module", RankReady, epoch=1)
+        start_followers(config, ON_CPU, "no.such.module", RankReady, epoch=1)
