@@ -31,6 +31,22 @@ def test_workers_get_the_flags_and_ids_in_order(tmp_path: Path) -> None:
     assert {config.kv_blocks for config in made.worker_configs} == {77}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "prefill", "decode"),
+    [
+        ((), 1, 1),
+        (("--tensor-parallel", "2"), 2, 2),
+        (("--prefill-tp", "4"), 4, 1),
+        (("--tensor-parallel", "2", "--decode-tp", "1"), 2, 1),
+    ],
+)
+def test_each_role_has_its_number_of_ranks(
+    arguments: tuple[str, ...], prefill: int, decode: int, tmp_path: Path
+) -> None:
+    ranks = [config.tensor_parallel for config in cluster(tmp_path, *arguments).worker_configs]
+    assert ranks == [prefill, decode]
+
+
 def test_an_open_gateway_does_not_open_the_workers(tmp_path: Path) -> None:
     made = cluster(tmp_path, "--host", "0.0.0.0")
     assert made.gateway_config.host == "0.0.0.0"
