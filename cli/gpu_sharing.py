@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from engine.device import choose_device
 from mesh.config import WorkerConfig
@@ -11,25 +12,24 @@ from mesh.gpu_topology import visible
 from mesh.nvml import read_topology
 
 
-def gpu_slots(config: WorkerConfig, num_workers: int) -> int:
-    """How many workers have to share each GPU so that all find a place; 0 without GPUs.
+def gpu_slots(configs: Sequence[WorkerConfig]) -> int:
+    """How many workers have to share a GPU so that all find a place; 0 without GPUs.
+
+    Workers take the GPUs with the fewest others, so no GPU gets two more than another.
 
     Args:
-        config: of any of the workers; they agree on what matters here.
-        num_workers: how many there will be.
+        configs: of all workers; they differ in the number of GPUs at most.
 
     Raises:
         ConfigError: a worker wants more GPUs than there are, or CUDA where there is none.
     """
-    if config.device == "cpu":
+    device = configs[0].device
+    if device == "cpu":
         return 0
     topology = visible(read_topology(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if choose_device(config.device, topology) == "cpu":
+    if choose_device(device, topology) == "cpu":
         return 0
-    num_gpus = len(topology.gpus)
-    if config.num_gpus > num_gpus:
-        raise ConfigError(
-            f"device: {config.num_gpus} GPUs a worker, and there are {topology.describe()}"
-        )
-    # Each GPU of a worker is another one, so whole workers are dealt out.
-    return -(-num_workers // (num_gpus // config.num_gpus))
+    most = max(config.num_gpus for config in configs)
+    if most > len(topology.gpus):
+        raise ConfigError(f"device: {most} GPUs a worker, and there are {topology.describe()}")
+    return -(-sum(config.num_gpus for config in configs) // len(topology.gpus))

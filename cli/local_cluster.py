@@ -89,7 +89,7 @@ class LocalCluster:
         from cli.gpu_sharing import gpu_slots  # late: looks for a driver
 
         try:
-            slots = gpu_slots(first, len(self.worker_configs))
+            slots = gpu_slots(self.worker_configs)
             configs = [msgspec.structs.replace(x, gpu_slots=slots) for x in self.worker_configs]
             configs[0].validate()
         except ConfigError as error:

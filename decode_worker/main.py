@@ -27,6 +27,9 @@ def run(config: WorkerConfig) -> None:
             from decode_worker.control import DecodeControl
             from engine.start import start_engine, start_followers
 
+            await asyncio.sleep(0.01)  # hears of a signal that came while that was imported
+            if stop.is_set():
+                return
             epoch = process_epoch()
             followers = start_followers(
                 config, placement, "decode_worker.follower", ReceiveReport, epoch

@@ -121,6 +121,7 @@ class GpuCacheSizer:
                 spec,
                 max_num_seqs=config.max_num_seqs,
                 max_batched_tokens=config.max_batched_tokens,
+                max_model_len=max_model_len,
             )
         )
         memory = GpuMemory(

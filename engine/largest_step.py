@@ -18,9 +18,14 @@ from mesh.messages import SamplingParams
 
 @torch.inference_mode()
 def run_largest_step(
-    model: Decoder, spec: KVCacheSpec, *, max_num_seqs: int, max_batched_tokens: int
+    model: Decoder,
+    spec: KVCacheSpec,
+    *,
+    max_num_seqs: int,
+    max_batched_tokens: int,
+    max_model_len: int,
 ) -> torch.Tensor:
-    """Compute as many tokens and logits as a step ever does.
+    """Compute as many tokens and logits as a step ever does; of several ranks all have to.
 
     All KV goes to one block, so that the cache needs no room here; what is computed means nothing.
     The backend's cache is left a block large: allocate the real one afterwards, and make a runner.
@@ -30,6 +35,7 @@ def run_largest_step(
         spec: the cache's geometry; the number of blocks does not matter.
         max_num_seqs: most sequences in one step.
         max_batched_tokens: most tokens in one step.
+        max_model_len: tokens of the longest sequence, for which a runner has room.
 
     Returns:
         The logits, [number of sequences, V].
@@ -62,13 +68,16 @@ def run_largest_step(
     chunks = scheduler.schedule().chunks
     for chunk in chunks:
         chunk.sequence.block_table[:] = [0] * len(chunk.sequence.block_table)
-    model.backend.allocate_kv_cache(replace(spec, num_blocks=1))
-    model.backend.step_runner(
+    backend = model.backend
+    backend.allocate_kv_cache(replace(spec, num_blocks=1))
+    runner = backend.step_runner(
         StepSizes(
             num_tokens=max_batched_tokens,
             num_sequences=num_sequences,
-            num_blocks=blocks_each,
+            num_blocks=-(-max_model_len // spec.block_size),
             vocab_size=model.config.vocab_size,
         )
     )
-    return model.forward(build_batch(chunks, spec.block_size))
+    logits = model.forward(build_batch(chunks, spec.block_size))
+    del runner  # until here its buffers take the room that they will take
+    return logits

@@ -22,6 +22,7 @@ from engine.device import DeviceKind, choose_device
 from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import Unavailable
+from mesh.gpu_choice import is_busy
 from mesh.gpu_lease import LEASE_TTL_S, GpuLease, take_gpus
 from mesh.gpu_lease_table import GpuLeaseTable, Holder, host_id
 from mesh.gpu_topology import NO_GPUS, GpuTopology, visible
@@ -111,6 +112,8 @@ async def _serve_leased(
 
         lease = GpuLease(table, uuids, on_lost)
         try:
+            if holder.slots == 1:
+                _warn_of_strangers(uuids)
             await serve(_place(topology.subset(uuids)))
         finally:
             await asyncio.to_thread(lease.close)
@@ -120,6 +123,14 @@ async def _serve_leased(
         cancelled.set()
         watch.cancel()
         redis.close()
+
+
+def _warn_of_strangers(uuids: tuple[str, ...]) -> None:
+    """Say what is in use on GPUs that this worker should have for itself."""
+    for gpu in read_topology().gpus:  # again: what was in use before a wait may be free now
+        if gpu.uuid in uuids and is_busy(gpu):
+            used_gib = gpu.used_bytes / (1 << 30)
+            _logger.warning("%s has %.1f GiB in use by others without a lease", gpu.uuid, used_gib)
 
 
 def _place(gpus: GpuTopology) -> Placement:

@@ -122,5 +122,7 @@ class WorkerRuntime(Generic[Command, Event]):
                 continue
 
     def _on_crash(self, error: BaseException) -> None:
+        if self._crashed.done():
+            return  # of what is known already
         _logger.error("model thread crashed", exc_info=error)
         self.fail(PdmeshError(f"model thread crashed: {error!r}"))

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import combinations
 
-from mesh.gpu_topology import GpuTopology
+from mesh.gpu_topology import Gpu, GpuTopology
 
 _BUSY_SHARE = 0.05
 """A GPU with more of its memory in use than this, and no lease, computes for a stranger."""
 _MAX_CANDIDATES = 20
 """C(20, 10) is under 200,000 sets; hosts have 16 GPUs at most."""
+
+
+def is_busy(gpu: Gpu) -> bool:
+    """Whether somebody computes there."""
+    return gpu.used_bytes > _BUSY_SHARE * gpu.memory_bytes
 
 
 def choose_gpus(
@@ -42,10 +47,7 @@ def choose_gpus(
         left = [i for i in free if i not in chosen]
         return (
             -len({gpu.name for gpu in gpus}),
-            -sum(
-                not num_holders[gpu.uuid] and gpu.used_bytes > _BUSY_SHARE * gpu.memory_bytes
-                for gpu in gpus
-            ),
+            -sum(not num_holders[gpu.uuid] and is_busy(gpu) for gpu in gpus),
             -sum(num_holders[gpu.uuid] for gpu in gpus),
             sum(topology.link_gb_s[i][j] for i, j in pairs),
             -sum(topology.distance[i][j] for i, j in pairs),

@@ -94,7 +94,7 @@ def take_gpus(
         pause_s = 0.0 if outrun else _RETRY_S
         if time.monotonic() + pause_s > deadline_s:
             raise Unavailable(f"no GPU after {wait_s:g} s: {why}")
-        if why != told:
+        if why != told and not outrun:
             _logger.info("waiting for a GPU: %s", why)
             told = why
         cancelled.wait(pause_s)

@@ -108,10 +108,12 @@ class MessagePipe(Generic[In]):
             return
         self._received += data
         try:
-            for message in self._take_whole():
-                self._on_message(message)
+            messages = self._take_whole()
         except (msgspec.DecodeError, ValueError) as error:
             self._end(f"not a valid message: {error}")
+            return
+        for message in messages:
+            self._on_message(message)
 
     def _take_whole(self) -> list[In]:
         """The messages that have come whole."""

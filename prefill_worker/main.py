@@ -27,6 +27,9 @@ def run(config: WorkerConfig) -> None:
             from engine.start import start_engine, start_followers
             from prefill_worker.control import PrefillControl
 
+            await asyncio.sleep(0.01)  # hears of a signal that came while that was imported
+            if stop.is_set():
+                return
             epoch = process_epoch()
             followers = start_followers(
                 config, placement, "prefill_worker.follower", SendReport, epoch

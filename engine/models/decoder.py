@@ -114,10 +114,19 @@ class Decoder:
         return self._layers[0].mlp.linears()[0]
 
     def instrumented(
-        self, backend: Backend, wrap: WrapLinear, wrap_embedding: Callable[[Embedding], Embedding]
+        self,
+        backend: Backend,
+        wrap: WrapLinear,
+        wrap_embedding: Callable[[Embedding], Embedding],
+        wrap_group: Callable[[TensorParallelGroup], TensorParallelGroup],
     ) -> Decoder:
-        """The same model, sharing its weights, with other objects in the way of its ops."""
+        """The same model, sharing its weights, with other objects in the way of its ops.
+
+        What the ranks do together in the embedding and the head belongs to these.
+        """
         clone = copy.copy(self)
+        if self._group.size > 1:
+            clone._group = wrap_group(self._group)
         clone._backend = backend
         clone._embed = wrap_embedding(self._embed)
         clone._head = wrap(self._head, "head", None)

@@ -28,6 +28,10 @@ from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
 from engine.models.decoder import Decoder
 from engine.step_runner import StepRunner
+from engine.tensor_parallel.group import TensorParallelGroup
+
+ALL_REDUCE = "all-reduce"
+"""The op that is bound by the way between ranks."""
 
 
 @dataclass(slots=True)
@@ -81,7 +85,12 @@ def with_ranges(decoder: Decoder, log: OpLog) -> Decoder:
     def wrap(linear: Linear, name: str, layer: int | None) -> Linear:
         return _RangedLinear(linear, name, layer, log)
 
-    return decoder.instrumented(backend, wrap, lambda embed: _RangedEmbedding(embed, log))
+    return decoder.instrumented(
+        backend,
+        wrap,
+        lambda embed: _RangedEmbedding(embed, log),
+        lambda group: _RangedGroup(group, log),
+    )
 
 
 def ranged(function: Callable[..., Any], op: str, log: OpLog) -> Callable[..., Any]:
@@ -124,6 +133,21 @@ class _RangedEmbedding:
         with self._log.range("embed", in_layer=False) as work:
             out = self._embedding(token_ids)
         work.num_bytes += 2 * out.nbytes
+        return out
+
+
+class _RangedGroup(TensorParallelGroup):
+    """Only of what a layer does; the time is also that of waiting for the slowest rank."""
+
+    def __init__(self, group: TensorParallelGroup, log: OpLog) -> None:
+        self._group = group
+        self._log = log
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        with self._log.range(ALL_REDUCE) as work:
+            out = self._group.all_reduce(x)
+        work.num_bytes += 2 * x.nbytes
         return out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.profiler import profile
 
 from engine.profiling.limits import Limits
-from engine.profiling.ops import OpWork
+from engine.profiling.ops import ALL_REDUCE, OpWork
 from engine.profiling.session import ProfileData, StepTimes
 
 _NUM_TORCH_OPS = 15
@@ -51,14 +51,16 @@ def build_report(data: ProfileData) -> dict[str, Any]:
 def shares(rows: list[dict[str, Any]], times: StepTimes) -> dict[str, float]:
     """How much of the wall clock went to what, 0 to 1; they add up to 1.
 
-    An op counts as memory or compute by which of the two limits it is nearer to.
+    An op counts as memory or compute by which of the two limits it is nearer to, or as
+    communication between ranks.
     """
-    by_bound = {"compute": 0.0, "memory": 0.0}
+    by_bound = {"compute": 0.0, "memory": 0.0, "communication": 0.0}
     for row in rows:
         by_bound[row["bound"]] += row["time_s"]
     # On a device ops may overlap what the host does: then nothing is left for gaps.
     gaps_s = max(0.0, times.in_steps_s + times.between_s - sum(by_bound.values()))
-    parts = {**by_bound, "launch gaps": gaps_s, "communication": times.waiting_s}
+    by_bound["communication"] += times.waiting_s
+    parts = {**by_bound, "launch gaps": gaps_s}
     total_s = sum(parts.values()) or 1.0
     return {name: part / total_s for name, part in parts.items()}
 
@@ -67,7 +69,8 @@ def verdict(parts: dict[str, float], rows: list[dict[str, Any]]) -> str:
     """One line that says what bounds the step, and how near to its limit that runs."""
     first, *others = sorted(parts, key=lambda name: -parts[name])
     rest = ", ".join(f"{name} {parts[name]:.0%}" for name in others)
-    bound = [row for row in rows if row["bound"] == first]
+    # How fast ranks could talk is not measured.
+    bound = [row for row in rows if row["bound"] == first != "communication"]
     time_s = sum(row["time_s"] for row in bound)
     near = ""
     if time_s:
@@ -81,6 +84,7 @@ def _row(
 ) -> dict[str, Any]:
     memory_s = work.num_bytes / limits.bytes_per_s
     compute_s = work.num_flops / limits.flops_per_s
+    bound = "compute" if compute_s > memory_s else "memory"
     return {
         "phase": key[0],
         "op": key[1],
@@ -90,7 +94,7 @@ def _row(
         "bytes_per_s": work.num_bytes / time_s if time_s else 0.0,
         "flops_per_s": work.num_flops / time_s if time_s else 0.0,
         "of_limit": max(memory_s, compute_s) / time_s if time_s else 0.0,
-        "bound": "compute" if compute_s > memory_s else "memory",
+        "bound": "communication" if key[1] == ALL_REDUCE else bound,
     }
 
 

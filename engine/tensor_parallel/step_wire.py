@@ -77,7 +77,7 @@ class StepReceiver:
         self._end.settimeout(timeout_s)
         try:
             first = self._end.recv(_COUNTS.size)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             return None
         if not first:
             raise EOFError("rank 0 is gone")

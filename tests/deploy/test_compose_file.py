@@ -13,12 +13,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from cli import flags
 from cli.main import build_parser
 from mesh.config import WorkerConfig
+from mesh.gpu_lease import LEASE_TTL_S
 from tests.deploy.metric_names import ROOT
 
 _VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
@@ -57,6 +59,37 @@ def test_a_service_starts_its_role(name: str) -> None:
     assert f":{config.http_port}/" in service["environment"]["PDMESH_HEALTH_URL"]
     assert "ports" not in service
     assert "container_name" not in service  # it could not be scaled
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_on_gpus_scales_like_one_on_cpus(role: str) -> None:
+    on_cpu, on_gpu = _worker(role), _worker(f"{role}-gpu")
+    assert on_gpu == msgspec.structs.replace(on_cpu, worker_id=on_gpu.worker_id, device="cuda")
+    service = _services()[f"{role}-gpu"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    # All of them: which one is whose, the workers settle by leases.
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "all", ["gpu"])
+    assert not {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"} & service["environment"].keys()
+    assert service["networks"]["default"]["aliases"] == [role], "Prometheus asks for that name"
+    # Longer than a dead worker's lease, or a replica would give up before it could take over.
+    assert on_gpu.gpu_wait_s > 2 * LEASE_TTL_S
+    cache = service["environment"]["TRITON_CACHE_DIR"]
+    folders = [volume.split(":")[1] for volume in service["volumes"]]
+    assert any(cache.startswith(f"{folder}/") for folder in folders), "nothing else can be written"
+
+
+def test_workers_on_gpus_have_an_image_of_their_own() -> None:
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    arguments = set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
+    services = _services()
+    for name in _ROLES:
+        build = services[name]["build"]
+        assert set(build["args"]) <= arguments
+        assert (ROOT / build["dockerfile"]).is_file()
+        on_gpu = name.endswith("-gpu")
+        assert ("GPU" in build["args"]) == on_gpu
+        assert _with_defaults(services[name]["image"]) == f"pdmesh:{'gpu' if on_gpu else 'local'}"
+        assert _with_defaults(build["args"]["PIP_ARGS"]) == ""
 
 
 @pytest.mark.parametrize("name", [role for role in _ROLES if role != "gateway"])

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import kubernetes_validate
+import msgspec
 import pytest
 import yaml
 
@@ -15,6 +16,7 @@ from mesh.config import WorkerConfig
 from tests.deploy.metric_names import ROOT, in_query, in_source
 
 _FOLDER = ROOT / "deploy/kubernetes"
+_GPU_FOLDER = ROOT / "deploy/kubernetes-gpu"
 _VERSIONS = ("1.30", "1.37")
 """From the oldest that is claimed to the newest that the schemas know."""
 _WORKERS = ("prefill", "decode")
@@ -41,6 +43,25 @@ def _of_kind(kind: str) -> list[dict[str, Any]]:
     return [x for x in _objects() if x["kind"] == kind]
 
 
+def _merged(base: Any, patch: Any) -> Any:
+    """A strategic merge as kustomize does it here: lists of named things by name, others whole."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return {**base, **{key: _merged(base.get(key), value) for key, value in patch.items()}}
+    named = [isinstance(x, list) and all(isinstance(y, dict) and "name" in y for y in x)
+             for x in (base, patch)]  # fmt: skip
+    if all(named):
+        patched = {item["name"]: item for item in patch}
+        kept = [_merged(item, patched.pop(item["name"], item)) for item in base]
+        return [*kept, *patched.values()]
+    return copy.deepcopy(patch)
+
+
+def _on_gpu(role: str) -> dict[str, Any]:
+    patch = yaml.safe_load((_GPU_FOLDER / f"{role}.yaml").read_text())
+    assert patch["metadata"] == {"name": role, "namespace": _kustomization()["namespace"]}
+    return dict(_merged(_find("Deployment", role), patch))
+
+
 def _pod(deployment: dict[str, Any]) -> dict[str, Any]:
     return dict(deployment["spec"]["template"]["spec"])
 
@@ -50,8 +71,8 @@ def _container(deployment: dict[str, Any]) -> dict[str, Any]:
     return dict(container)
 
 
-def _worker_config(role: str) -> WorkerConfig:
-    container = _container(_find("Deployment", role))
+def _worker_config(role: str, deployment: dict[str, Any] | None = None) -> WorkerConfig:
+    container = _container(deployment or _find("Deployment", role))
     (url,) = [x["value"] for x in container["env"] if x["name"] == "PDMESH_REDIS_URL"]
     options = build_parser().parse_args([*container["args"], "--redis", url])
     return flags.worker_config(options, options.command)
@@ -160,3 +181,38 @@ def test_the_autoscalers_ask_for_metrics_that_the_workers_export() -> None:
             series = offered[metric["pods"]["metric"]["name"]]
             assert series
             assert series <= in_source()
+
+
+@pytest.mark.parametrize("role", _WORKERS)
+def test_a_worker_on_gpus_is_the_same_but_for_its_device(role: str) -> None:
+    on_cpu, on_gpu = _find("Deployment", role), _on_gpu(role)
+    for version in _VERSIONS:
+        kubernetes_validate.validate(on_gpu, version, strict=True)
+    config = _worker_config(role, on_gpu)
+    assert config == msgspec.structs.replace(
+        _worker_config(role),
+        worker_id=config.worker_id,
+        device="cuda",
+        kv_memory_mib=WorkerConfig(role="decode", worker_id="", redis_url="").kv_memory_mib,
+    )
+    container = _container(on_gpu)
+    resources = container["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == config.num_gpus
+    assert resources["limits"] == resources["requests"]
+    cache = next(x["value"] for x in container["env"] if x["name"] == "TRITON_CACHE_DIR")
+    mounts = {x["mountPath"] for x in container["volumeMounts"]}
+    assert any(cache.startswith(f"{mount}/") for mount in mounts), "nothing else can be written"
+    # A pod of a new version must not wait for a GPU that the old one has.
+    assert on_gpu["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
+    same = ("securityContext", "volumes", "terminationGracePeriodSeconds")
+    assert all(_pod(on_gpu)[key] == _pod(on_cpu)[key] for key in same)
+    assert container["securityContext"] == _container(on_cpu)["securityContext"]
+
+
+def test_the_cluster_on_gpus_is_made_of_the_one_on_cpus() -> None:
+    found = yaml.safe_load((_GPU_FOLDER / "kustomization.yaml").read_text())
+    assert [(_GPU_FOLDER / base).resolve() for base in found["resources"]] == [_FOLDER]
+    files = {path.name for path in _GPU_FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
+    assert {patch["path"] for patch in found["patches"]} == files
+    images = {image["name"] for image in found["images"]}
+    assert {_container(_on_gpu(role))["image"] for role in _WORKERS} == images

@@ -56,7 +56,8 @@ class SeparateRoles:
         self._url = f"http://{network.addresses['gateway']}:{_HTTP_PORT}"
         worker = (
             *("--host", "0.0.0.0", "--control-port", "7001", "--http-port", "7002"),
-            *("--transport", transport, "--cores-file", str(folder / "cores")),
+            *("--device", "cpu", "--transport", transport),
+            *("--cores-file", str(folder / "cores")),
             *worker_flags,
         )
         self._arguments = {

@@ -23,7 +23,7 @@ class Up:
         with self.errors.open("wb") as errors:
             # The script replaces itself by Python: the process id stays.
             self.process = subprocess.Popen(
-                [ROOT / "pdmesh", "up", *flags],
+                [ROOT / "pdmesh", "up", "--device", "cpu", *flags],
                 cwd=folder,
                 env={**os.environ, "TMPDIR": str(self.temp)},
                 stdout=subprocess.PIPE,

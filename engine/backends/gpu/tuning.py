@@ -24,6 +24,9 @@ from pathlib import Path
 import msgspec
 
 Key = int | str
+Condition = int | str | tuple[int, int]
+Conditions = dict[str, Condition]
+"""What must hold for a key, by its parts' names."""
 _FOLDER = Path(__file__).parent / "tuning"
 _target: contextvars.ContextVar[tuple[int, str | None] | None] = contextvars.ContextVar(
     "_target", default=None
@@ -31,10 +34,6 @@ _target: contextvars.ContextVar[tuple[int, str | None] | None] = contextvars.Con
 
 CARD_CAPABILITIES = {"nvidia_h200": 90}
 """Of the cards that have a table, for building its entries where the card is not."""
-
-
-Conditions = dict[str, int | str | tuple[int, int]]
-"""What must hold for a key, by its parts' names."""
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +152,11 @@ def table_name(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_")
 
 
+def table_path(card_name: str) -> Path:
+    """Where a card's table is, or would be."""
+    return _FOLDER / f"{card_name}.json"
+
+
 def known_cards() -> list[str]:
     """Names of the tables beside the default one."""
     return sorted(path.stem for path in _FOLDER.glob("*.json") if path.stem != "default")
@@ -160,13 +164,12 @@ def known_cards() -> list[str]:
 
 @functools.cache
 def _table(name: str | None) -> _Table:
-    path = _FOLDER / f"{name}.json"
-    if name is None or not path.is_file():
+    if name is None or not (path := table_path(name)).is_file():
         return {}
     return msgspec.json.decode(path.read_bytes(), type=_Table)
 
 
-def _holds(condition: int | str | tuple[int, int], value: Key | None) -> bool:
+def _holds(condition: Condition, value: Key | None) -> bool:
     if isinstance(condition, tuple):
         return isinstance(value, int) and condition[0] <= value <= condition[1]
     return value == condition

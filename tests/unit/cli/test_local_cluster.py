@@ -31,6 +31,22 @@ def test_workers_get_the_flags_and_ids_in_order(tmp_path: Path) -> None:
     assert {config.kv_blocks for config in made.worker_configs} == {77}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "prefill", "decode"),
+    [
+        ((), 1, 1),
+        (("--tensor-parallel", "2"), 2, 2),
+        (("--prefill-tp", "4"), 4, 1),
+        (("--tensor-parallel", "2", "--decode-tp", "1"), 2, 1),
+    ],
+)
+def test_each_role_has_its_number_of_ranks(
+    arguments: tuple[str, ...], prefill: int, decode: int, tmp_path: Path
+) -> None:
+    ranks = [config.tensor_parallel for config in cluster(tmp_path, *arguments).worker_configs]
+    assert ranks == [prefill, decode]
+
+
 def test_an_open_gateway_does_not_open_the_workers(tmp_path: Path) -> None:
     made = cluster(tmp_path, "--host", "0.0.0.0")
     assert made.gateway_config.host == "0.0.0.0"
@@ -60,6 +76,13 @@ def test_ids_are_unique_on_a_shared_registry(tmp_path: Path) -> None:
         (1, [], 2, ["up to 2 workers share a GPU and its memory"]),
         (2, [], 1, []),
         (2, ["--prefill", "2", "--decode", "3"], 3, ["up to 3 workers share a GPU and its memory"]),
+        (4, ["--prefill-tp", "2", "--decode", "2"], 1, []),
+        (
+            3,
+            ["--prefill-tp", "2", "--decode", "2"],
+            2,
+            ["up to 2 workers share a GPU and its memory"],
+        ),
         (1, ["--gpu-slots", "4"], 4, []),
         (1, ["--device", "cpu"], 0, []),
         (0, [], 0, []),
@@ -88,5 +111,7 @@ def test_a_gpu_that_is_not_there_or_too_few_are_told_by_flag(
     with pytest.raises(ConfigError, match=r"^--device: cuda, but there is no GPU$"):
         cluster(tmp_path, "--device", "cuda")
     monkeypatch.setattr("cli.gpu_sharing.read_topology", lambda: host(1))
+    with pytest.raises(ConfigError, match=r"^--device: 2 GPUs a worker, and there are 1 x NVIDIA"):
+        cluster(tmp_path, "--decode-tp", "2")
     with pytest.raises(ConfigError, match=r"^--gpu-slots: 9 is not between 0 and 8$"):
         cluster(tmp_path, "--decode", "8")

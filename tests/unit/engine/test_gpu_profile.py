@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
+import torch
 
 from engine.backends.cpu.backend import CpuBackend
+from engine.batch import BatchInputs
 from engine.engine import Engine
 from engine.gpu_profile import GpuCacheSizer
 from engine.largest_step import run_largest_step
@@ -15,7 +14,8 @@ from engine.model_config import ModelConfig
 from engine.weights.stored_size import least_weight_bytes
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
-from tests.unit.engine.tiny_llama import VOCAB_SIZE, TinyLlama
+from tests.unit.engine.memory_meter import Meter
+from tests.unit.engine.tiny_llama import MAX_LEN, VOCAB_SIZE, TinyLlama
 
 _MIB = 1 << 20
 
@@ -23,31 +23,6 @@ _MIB = 1 << 20
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
     return TinyLlama(tmp_path_factory.mktemp("tiny"))
-
-
-@dataclass
-class Meter:
-    """A device whose figures are given; what runs on it is real."""
-
-    size: int
-    elsewhere: int = 0
-    before: int = 0
-    at_most: int = 0
-    runs: int = 0
-
-    def total(self) -> int:
-        return self.size
-
-    def outside(self) -> int:
-        return self.elsewhere
-
-    def allocated(self) -> int:
-        return self.before
-
-    def peak_of(self, run: Callable[[], object]) -> int:
-        run()
-        self.runs += 1
-        return self.at_most
 
 
 def config(tiny: TinyLlama, **fields: object) -> WorkerConfig:
@@ -65,13 +40,17 @@ def test_the_largest_step_is_as_large_as_a_step_can_be(
     seen = []
     forward = engine.model.forward
 
-    def watched(batch: object) -> object:
+    def watched(batch: BatchInputs) -> torch.Tensor:
         seen.append(batch)
-        return forward(batch)  # type: ignore[arg-type]
+        return forward(batch)
 
     monkeypatch.setattr(engine.model, "forward", watched)
     logits = run_largest_step(
-        engine.model, engine.kv_spec, max_num_seqs=num_seqs, max_batched_tokens=num_tokens
+        engine.model,
+        engine.kv_spec,
+        max_num_seqs=num_seqs,
+        max_batched_tokens=num_tokens,
+        max_model_len=MAX_LEN,
     )
     (batch,) = seen
     assert batch.num_tokens == num_tokens

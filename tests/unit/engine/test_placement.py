@@ -12,10 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from cli.embedded_valkey import EmbeddedValkey
 from engine.device import choose_device, missing_for_cuda
 from engine.placement import Placement, show_gpus
+from engine.start import build_engine
 from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
@@ -60,8 +62,6 @@ def test_the_installed_torch_is_judged_without_loading_it() -> None:
     missing, loaded = done.stdout.splitlines()
     assert loaded == "False"
     assert missing == missing_for_cuda()
-    import torch
-
     assert (torch.version.cuda is None) == ("is built without CUDA" in missing)
 
 
@@ -83,13 +83,19 @@ class Placed:
         command = [sys.executable, "-m", "tests.unit.engine.placed_process",
                    msgspec.json.encode(config).decode()]  # fmt: skip
         self.process = subprocess.Popen(
-            command, cwd=_ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True
-        )
+            command, cwd=_ROOT, env=dict(environment), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
 
     def line(self) -> dict[str, Any]:
         """What it says next."""
         assert self.process.stdout is not None
         return dict(json.loads(self.process.stdout.readline()))
+
+    def wait_for(self, words: str) -> None:
+        """Until it logs these."""
+        assert self.process.stderr is not None
+        assert any(words in line for line in self.process.stderr), "it has ended"
 
     def uuids(self) -> list[str]:
         """What it was given."""
@@ -103,6 +109,12 @@ class Placed:
         """Send a signal; its exit code."""
         self.process.send_signal(number)
         return self.process.wait(20)
+
+    def close(self) -> None:
+        """Forget its output."""
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
 
 
 @pytest.fixture
@@ -121,8 +133,7 @@ def start(valkey: EmbeddedValkey, tmp_path: Path) -> Iterator[Start]:
         if placed.process.poll() is None:
             placed.process.kill()
         placed.process.wait()
-        assert placed.process.stdout is not None
-        placed.process.stdout.close()
+        placed.close()
 
 
 def test_workers_share_a_host_out_among_themselves(start: Start) -> None:
@@ -131,8 +142,7 @@ def test_workers_share_a_host_out_among_themselves(start: Start) -> None:
     assert sorted(taken) == ["GPU-0", "GPU-1"]
     # The third has none until somebody leaves.
     third = start("d2", gpu_wait_s=30.0)
-    with pytest.raises(subprocess.TimeoutExpired):
-        third.process.wait(1.5)
+    third.wait_for("waiting for a GPU: 1 wanted of 2, leased are GPU-0")
     assert first.end() == 0
     assert third.uuids() == taken[:1]
     refused = start("d3", gpu_wait_s=0.0)
@@ -142,9 +152,54 @@ def test_workers_share_a_host_out_among_themselves(start: Start) -> None:
     assert refused.process.wait(20) == 3
     # A worker that waits can be told to stop.
     waiting = start("d4", gpu_wait_s=600.0)
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.process.wait(1.0)
+    waiting.wait_for("waiting for a GPU: ")
     assert waiting.end() == 0
+
+
+def test_a_worker_of_two_ranks_gets_a_linked_pair(valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    gpus = [
+        FakeGpu("NVIDIA A100 80GB PCIe", links=[FakeLink(version=4, kind="GPU", remote=remote)] * 8)
+        for remote in (2, 3, 0, 1)
+    ]
+    near = ((0, 40, 50, 50), (40, 0, 50, 50), (50, 50, 0, 40), (50, 50, 40, 0))
+    environment = build_fake_nvml(tmp_path, gpus, near)
+    given = []
+    for worker_id in ("d0", "d1"):
+        config = WorkerConfig(
+            role="decode", worker_id=worker_id, redis_url=valkey.url, tensor_parallel=2
+        )
+        worker = Placed(config, environment)
+        try:
+            worker.wait_for("NVLink 200 GB/s between all pairs: GPU-")
+            said = worker.line()
+            given.append(said["visible"])
+            assert [gpu["link_gb_s"] for gpu in said["gpus"]] == [[0, 200], [200, 0]]
+        finally:
+            # As a crash does, without giving the lease back.
+            worker.end(signal.SIGKILL)
+            worker.close()
+    assert given == ["GPU-0,GPU-2", "GPU-1,GPU-3"]
+
+
+def test_a_gpu_that_strangers_use_is_the_last_and_told_of(
+    valkey: EmbeddedValkey, tmp_path: Path
+) -> None:
+    gpus = [FakeGpu(used=30 << 30), FakeGpu()]
+    environment = build_fake_nvml(tmp_path, gpus, ((0, 40), (40, 0)))
+    for num_gpus, given in ((1, ["GPU-1"]), (2, ["GPU-0", "GPU-1"])):
+        config = WorkerConfig(
+            role="decode", worker_id="d", redis_url=valkey.url, tensor_parallel=num_gpus
+        )
+        worker = Placed(config, environment)
+        try:
+            if num_gpus == 2:
+                worker.wait_for("GPU-0 has 30.0 GiB in use by others without a lease")
+            assert worker.uuids() == given
+            assert worker.end() == 0
+        finally:
+            worker.process.kill()
+            worker.process.wait()
+            worker.close()
 
 
 def test_a_worker_whose_lease_is_taken_stops_and_says_so(
@@ -197,3 +252,11 @@ def test_the_gpus_of_a_worker_are_in_its_metrics() -> None:
         'pdmesh:gpu_info{link_gb_s="300,0",memory_mib="81920",name="NVIDIA A100 80GB PCIe",'
         'uuid="GPU-00000002-0000-0000-0000-000000000000"} 1.0'
     ) in metrics.render().decode()
+
+
+def test_a_driver_that_torch_cannot_use_is_refused_by_name() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CUDA works here")
+    config = WorkerConfig(role="decode", worker_id="d", redis_url="redis://h", device="cuda")
+    with pytest.raises(ConfigError, match=r"^device: torch \S+ cannot use CUDA: "):
+        build_engine(config, Placement("cuda", unlinked()))

@@ -35,6 +35,14 @@ def test_the_largest_share_bounds_the_step(
     assert verdict(parts, rows).startswith(bound)
 
 
+def test_time_in_collectives_is_communication() -> None:
+    rows = [row("communication", 3.0), row("memory", 1.0)]
+    parts = shares(rows, StepTimes(in_steps_s=5.0, waiting_s=1.0))
+    assert parts["communication"] == pytest.approx(4 / 6)
+    assert parts["launch gaps"] == pytest.approx(1 / 6)
+    assert verdict(parts, rows).startswith("bound by communication: 67% of the time (")
+
+
 def test_ops_that_overlap_on_a_device_leave_no_gap() -> None:
     parts = shares([row("compute", 3.0)], StepTimes(in_steps_s=2.0))
     assert parts == {"compute": 1.0, "memory": 0.0, "launch gaps": 0.0, "communication": 0.0}

@@ -12,8 +12,11 @@ import torch
 import transformers
 
 from engine.backends.cpu.backend import CpuBackend, WeightScheme
-from engine.engine import Engine
+from engine.engine import Engine, _kv_spec
 from engine.model_config import ModelConfig
+from engine.placement import ON_CPU
+from engine.start import _cpu_backend, start_followers
+from engine.tensor_parallel.rank_setup import RankReady
 from engine.tensor_parallel.shard import plan_shard
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
@@ -36,7 +39,7 @@ _CASES: dict[str, tuple[transformers.PretrainedConfig, int]] = {
 _PROMPT_LENGTHS = (1, 15, 17, 40, 90)
 
 
-def _config(folder: Path, **fields: Any) -> WorkerConfig:
+def _config(folder: Path | str, **fields: Any) -> WorkerConfig:
     defaults: dict[str, Any] = {"kv_blocks": 64, "max_batched_tokens": 48, "weights": "fp32"}
     return WorkerConfig(
         role="decode",
@@ -135,3 +138,29 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers(
     with pytest.raises(ConfigError, match="tensor_parallel: ") as refused:
         plan_shard(config, size - 1, size, weights)
     assert numbers in str(refused.value)
+
+
+def test_it_is_refused_before_any_process_starts() -> None:
+    config = _config("", tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"9 attention heads .* among 2 ranks: 9 = 4 x 2 \+ 1"):
+        start_followers(config, ON_CPU, "no.such.module", RankReady, epoch=1)
+
+
+@pytest.mark.parametrize(("threads", "size", "each"), [(8, 2, 4), (3, 2, 1), (1, 4, 1)])
+def test_threads_are_a_workers_and_divided(threads: int, size: int, each: int) -> None:
+    config = _config("", threads=threads, tensor_parallel=size)
+    assert _cpu_backend(config)._num_threads == each
+
+
+def test_ranks_without_a_cores_file_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
+    assert _cpu_backend(_config("", tensor_parallel=4))._num_threads == 3
+
+
+@pytest.mark.parametrize(("size", "num_blocks"), [(1, 42), (2, 42), (4, 21)])
+def test_the_pools_memory_is_a_workers_and_divided(size: int, num_blocks: int) -> None:
+    # a block: 3 layers x 2 x 2 heads x 16 slots x 32 x 4 bytes = 24 KiB; with 4 ranks of 1 head
+    # each, every head is held twice
+    model = ModelConfig.from_hf(transformers.LlamaConfig(**SHAPE).to_dict())
+    config = _config("", kv_blocks=0, kv_memory_mib=1)
+    assert _kv_spec(config, model, plan_shard(model, 0, size), "fp32").num_blocks == num_blocks

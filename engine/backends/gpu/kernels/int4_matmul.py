@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from engine.backends.gpu.kernels.packed_matmul import (
@@ -10,8 +12,10 @@ from engine.backends.gpu.kernels.packed_matmul import (
     packed_matmul,
     packed_variant,
 )
+from engine.backends.gpu.kernels.packed_tuning import packed_tuning_cases
 from engine.backends.gpu.kernels.packed_weights import pack, unpack
 from engine.backends.gpu.tuning import launch_config
+from engine.backends.gpu.tuning_case import TuningCase
 from engine.backends.gpu.variant import Variant
 
 BITS = 4
@@ -102,6 +106,15 @@ def variants() -> list[Variant]:
         )
         for dtype, group, m in cases
     ]
+
+
+def tuning_cases(
+    device: torch.device, *, num_outputs: int = 28672, size: int = 8192
+) -> Iterator[TuningCase]:
+    """By the number of tokens."""
+    return packed_tuning_cases(
+        "int4_matmul", device, bits=BITS, group=128, num_outputs=num_outputs, size=size
+    )
 
 
 __all__ = ["GROUPS", "int4_matmul", "pack", "quantise", "reference", "variants"]
