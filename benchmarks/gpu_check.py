@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_PARTS = ("kernels", "speed", "step", "hand-off")
+_PARTS = ("kernels", "engine", "speed", "step", "hand-off")
 _LARGE_CARD_BYTES = 64 << 30
 
 
@@ -77,6 +77,7 @@ class _Check:
             return 0
         parts: dict[str, Any] = {
             "kernels": self.kernels,
+            "engine": self._engine,
             "speed": lambda: self._speed(watch, floors),
             "step": lambda: self._step(floors.bytes_per_s),
             "hand-off": self._hand_off,
@@ -103,6 +104,14 @@ class _Check:
         self._table("Errors against float64, relative to the largest value", ERROR_HEADINGS, rows)
         self._note_failures("kernels", rows, {"WRONG"})
         return 1 if self._failed or not rows else 0
+
+    def _engine(self) -> None:
+        from benchmarks.gpu.engine_check import HEADINGS, measure
+
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+            rows = measure(Path(folder))
+        self._table("A small random model through the engine", HEADINGS, rows)
+        self._note_failures("engine", rows, {"WRONG"})
 
     def _speed(self, watch: Any, floors: Any) -> None:
         from benchmarks.gpu.kernel_tables import SPEED_HEADINGS, all_timed, speed_rows

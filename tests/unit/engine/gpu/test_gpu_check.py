@@ -7,10 +7,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from benchmarks.gpu import attention_cases, decode_step, product_cases, small_cases, transfer_cases
+from benchmarks.gpu import (
+    attention_cases,
+    decode_step,
+    engine_check,
+    product_cases,
+    small_cases,
+    transfer_cases,
+)
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.decode_step import DecodeStep, RandomSource, shape_8b
 from benchmarks.gpu.kernel_tables import error_rows, speed_rows
@@ -20,7 +28,10 @@ from benchmarks.gpu_check import main
 from engine.backends.gpu.device import HostDevice
 from engine.backends.gpu.tuning import launch_config
 from engine.model_config import ModelConfig
+from engine.weights import open_model
 from engine.weights.expected_tensors import check_tensors
+from mesh.model_files import resolve_model
+from tests.unit.engine.tiny_llama import TinyLlama, random_prompt
 
 CPU = torch.device("cpu")
 
@@ -123,6 +134,18 @@ def test_the_table_of_steps_has_all_columns() -> None:
     assert len(row) == len(decode_step.HEADINGS)
 
 
+def test_the_plain_decoder_is_transformers(tiny_llama: TinyLlama) -> None:
+    tokens = random_prompt(20, seed=1)
+    config, source = open_model(resolve_model(str(tiny_llama.folder)))
+    with source:
+        logits = engine_check.reference(config, source, tokens)
+    torch.testing.assert_close(logits.float(), tiny_llama.logits(tokens), atol=1e-3, rtol=0)
+    answer = tiny_llama.greedy(tokens, 3)
+    assert engine_check.loss_of(tiny_llama.folder, tokens, answer) < 1e-3
+    worse = [*answer[:2], (answer[2] + 1) % 96]
+    assert engine_check.loss_of(tiny_llama.folder, tokens, worse) > 0.1
+
+
 def test_random_weights_are_what_the_shape_calls_for() -> None:
     config = _small_shape()
     source = RandomSource(config, CPU)
@@ -132,8 +155,6 @@ def test_random_weights_are_what_the_shape_calls_for() -> None:
 
 
 def _small_shape() -> ModelConfig:
-    import msgspec
-
     return msgspec.structs.replace(
         shape_8b(1), vocab_size=64, hidden_size=32, intermediate_size=32, num_heads=2,
         num_kv_heads=1, head_dim=16, query_scale=0.25,
