@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 Key = int | str
+Condition = int | str | tuple[int, int]
 _FOLDER = Path(__file__).parent / "tuning"
 _target: contextvars.ContextVar[tuple[int, str | None] | None] = contextvars.ContextVar(
     "_target", default=None
@@ -43,7 +44,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Entry(LaunchConfig, frozen=True, kw_only=True):
-    when: dict[str, int | str | tuple[int, int]] = {}
+    when: dict[str, Condition] = {}
 
     def fits(self, key: dict[str, Key]) -> bool:
         return all(_holds(condition, key.get(name)) for name, condition in self.when.items())
@@ -117,6 +118,11 @@ def table_name(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_")
 
 
+def table_path(card_name: str) -> Path:
+    """Where a card's table is, or would be."""
+    return _FOLDER / f"{card_name}.json"
+
+
 def known_cards() -> list[str]:
     """Names of the tables beside the default one."""
     return sorted(path.stem for path in _FOLDER.glob("*.json") if path.stem != "default")
@@ -124,13 +130,12 @@ def known_cards() -> list[str]:
 
 @functools.cache
 def _table(name: str | None) -> _Table:
-    path = _FOLDER / f"{name}.json"
-    if name is None or not path.is_file():
+    if name is None or not (path := table_path(name)).is_file():
         return {}
     return msgspec.json.decode(path.read_bytes(), type=_Table)
 
 
-def _holds(condition: int | str | tuple[int, int], value: Key | None) -> bool:
+def _holds(condition: Condition, value: Key | None) -> bool:
     if isinstance(condition, tuple):
         return isinstance(value, int) and condition[0] <= value <= condition[1]
     return value == condition

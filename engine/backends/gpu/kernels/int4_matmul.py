@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from engine.backends.gpu.kernels.packed_matmul import (
+    TRITON_TYPES,
     SplitWorkspace,
     packed_matmul,
     packed_variant,
 )
+from engine.backends.gpu.kernels.packed_tuning import packed_tuning_cases
 from engine.backends.gpu.kernels.packed_weights import pack, unpack
 from engine.backends.gpu.tuning import launch_config
+from engine.backends.gpu.tuning_case import TuningCase
 from engine.backends.gpu.variant import Variant
 
 BITS = 4
@@ -71,7 +76,7 @@ def int4_matmul(
         group=group,
         out=out,
         workspace=workspace,
-        config=launch_config("int4_matmul", m=x.shape[0], group=group),
+        config=launch_config("int4_matmul", m=x.shape[0], group=group, dtype=TRITON_TYPES[x.dtype]),
         num_splits=num_splits,
     )
 
@@ -90,17 +95,26 @@ def reference(
 def variants() -> list[Variant]:
     """Every group and number of tokens; float16 differs from bfloat16 in constants alone."""
     cases = [(torch.bfloat16, group, m) for group in GROUPS for m in (1, 16, 64, 1024)]
-    cases += [(torch.float16, 128, m) for m in (1, 1024)]
+    cases += [(torch.float16, 128, 1), (torch.float16, 128, 1024), (torch.float32, 128, 1)]
     return [
         packed_variant(
-            f"{str(dtype).removeprefix('torch.')} group {group} m {m}",
+            f"{TRITON_TYPES[dtype]} group {group} m {m}",
             dtype=dtype,
             bits=BITS,
             group=group,
-            config=launch_config("int4_matmul", m=m, group=group),
+            config=launch_config("int4_matmul", m=m, group=group, dtype=TRITON_TYPES[dtype]),
         )
         for dtype, group, m in cases
     ]
+
+
+def tuning_cases(
+    device: torch.device, *, num_outputs: int = 28672, size: int = 8192
+) -> Iterator[TuningCase]:
+    """By the number of tokens."""
+    return packed_tuning_cases(
+        "int4_matmul", device, bits=BITS, group=128, num_outputs=num_outputs, size=size
+    )
 
 
 __all__ = ["GROUPS", "int4_matmul", "pack", "quantise", "reference", "variants"]

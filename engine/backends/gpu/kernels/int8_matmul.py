@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from engine.backends.gpu.kernels.packed_matmul import (
+    TRITON_TYPES,
     SplitWorkspace,
     packed_matmul,
     packed_variant,
 )
+from engine.backends.gpu.kernels.packed_tuning import packed_tuning_cases
 from engine.backends.gpu.kernels.packed_weights import pack, unpack
 from engine.backends.gpu.tuning import launch_config
+from engine.backends.gpu.tuning_case import TuningCase
 from engine.backends.gpu.variant import Variant
 
 BITS = 8
@@ -55,7 +60,7 @@ def int8_matmul(
         group=0,
         out=out,
         workspace=workspace,
-        config=launch_config("int8_matmul", m=x.shape[0]),
+        config=launch_config("int8_matmul", m=x.shape[0], dtype=TRITON_TYPES[x.dtype]),
         num_splits=num_splits,
     )
 
@@ -72,17 +77,26 @@ def reference(
 def variants() -> list[Variant]:
     """Every number of tokens; float16 takes fewer instructions than bfloat16."""
     cases = [(torch.bfloat16, m) for m in (1, 16, 64, 1024)]
-    cases += [(torch.float16, m) for m in (1, 1024)]
+    cases += [(torch.float16, 1), (torch.float16, 1024), (torch.float32, 1)]
     return [
         packed_variant(
-            f"{str(dtype).removeprefix('torch.')} m {m}",
+            f"{TRITON_TYPES[dtype]} m {m}",
             dtype=dtype,
             bits=BITS,
             group=0,
-            config=launch_config("int8_matmul", m=m),
+            config=launch_config("int8_matmul", m=m, dtype=TRITON_TYPES[dtype]),
         )
         for dtype, m in cases
     ]
+
+
+def tuning_cases(
+    device: torch.device, *, num_outputs: int = 28672, size: int = 8192
+) -> Iterator[TuningCase]:
+    """By the number of tokens."""
+    return packed_tuning_cases(
+        "int8_matmul", device, bits=BITS, group=0, num_outputs=num_outputs, size=size
+    )
 
 
 __all__ = ["int8_matmul", "pack", "quantise", "reference", "unpack", "variants"]

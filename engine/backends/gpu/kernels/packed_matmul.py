@@ -26,7 +26,8 @@ from engine.backends.gpu.variant import Variant
 
 _MIN_UNITS = 4  # of K for one program: less is mostly the pipeline's start
 _MAX_SPLITS = 16
-_TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Of activations, as signatures and tuning tables name them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -258,7 +259,7 @@ def packed_variant(
     name: str, *, dtype: torch.dtype, bits: int, group: int, config: LaunchConfig
 ) -> Variant:
     """A launch with whole units of K and aligned rows."""
-    element = _TRITON_TYPES[dtype]
+    element = TRITON_TYPES[dtype]
     meta = config.meta
     constexprs: dict[str, Any] = {
         "BITS": bits,
