@@ -1,6 +1,6 @@
 """A step's batch as bytes, from rank 0 to the ranks that follow it.
 
-    u32 T | u32 B | u32 W | u32 N | token_ids | positions | slot_mapping | query_starts | …
+    u32 T | u32 B | u32 W | u32 N | token_ids | token_sources | positions | slot_mapping | …
 
 The arrays follow as they lie in memory, in the order of ``BatchInputs``: both ends are processes of
 one machine. T tokens, B sequences, block tables W wide, N sampled rows.
@@ -26,6 +26,7 @@ SEND_TIMEOUT_S = 60.0
 _COUNTS = struct.Struct("<4I")
 _FIELDS = (
     ("token_ids", np.int64),
+    ("token_sources", np.int32),
     ("positions", np.int32),
     ("slot_mapping", np.int64),
     ("query_starts", np.int32),
@@ -36,7 +37,8 @@ _FIELDS = (
 
 
 def _shapes(tokens: int, seqs: int, width: int, samples: int) -> tuple[tuple[int, ...], ...]:
-    return (tokens,), (tokens,), (tokens,), (seqs + 1,), (seqs,), (seqs, width), (samples,)
+    flat = (tokens,)
+    return flat, flat, flat, flat, (seqs + 1,), (seqs,), (seqs, width), (samples,)
 
 
 class StepSender:
