@@ -26,6 +26,7 @@ SEND_TIMEOUT_S = 60.0
 _COUNTS = struct.Struct("<4I")
 _FIELDS = (
     ("token_ids", np.int64),
+    ("token_sources", np.int32),
     ("positions", np.int32),
     ("slot_mapping", np.int64),
     ("query_starts", np.int32),
@@ -36,7 +37,7 @@ _FIELDS = (
 
 
 def _shapes(tokens: int, seqs: int, width: int, samples: int) -> tuple[tuple[int, ...], ...]:
-    return (tokens,), (tokens,), (tokens,), (seqs + 1,), (seqs,), (seqs, width), (samples,)
+    return *[(tokens,)] * 4, (seqs + 1,), (seqs,), (seqs, width), (samples,)
 
 
 class StepSender:

@@ -24,6 +24,7 @@ def _batch(tokens: int, seqs: int, width: int, samples: int) -> BatchInputs:
 
     return BatchInputs(
         token_ids=ints(np.int64, tokens),
+        token_sources=ints(np.int32, tokens),
         positions=ints(np.int32, tokens),
         slot_mapping=ints(np.int64, tokens),
         query_starts=ints(np.int32, seqs + 1),
