@@ -74,6 +74,7 @@ class DistributedGroup(TensorParallelGroup):
 
     def expect_steps(self) -> None:
         self._timeout = datetime.timedelta(seconds=STEP_TIMEOUT_S)
+        self._group._set_default_timeout(self._timeout)  # NCCL's watchdog goes by this one
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.num_all_reduces += 1
@@ -98,9 +99,6 @@ class DistributedGroup(TensorParallelGroup):
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
         self._group.allreduce([tensor], options).wait()
         return int(tensor.item())
-
-    def close(self) -> None:
-        self._group.shutdown()
 
 
 def _process_group(

@@ -28,6 +28,3 @@ class TensorParallelGroup:
 
     def expect_steps(self) -> None:
         """Everything is loaded and compiled: from now on, be less patient."""
-
-    def close(self) -> None:
-        """Leave; an operation of others that waits for this rank fails."""

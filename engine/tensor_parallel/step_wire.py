@@ -1,6 +1,6 @@
 """A step's batch as bytes, from rank 0 to the ranks that follow it.
 
-    u32 T | u32 B | u32 W | u32 N | token_ids | token_sources | positions | slot_mapping | …
+    u32 T | u32 B | u32 W | u32 N | token_ids | positions | slot_mapping | query_starts | …
 
 The arrays follow as they lie in memory, in the order of ``BatchInputs``: both ends are processes of
 one machine. T tokens, B sequences, block tables W wide, N sampled rows.
@@ -37,8 +37,7 @@ _FIELDS = (
 
 
 def _shapes(tokens: int, seqs: int, width: int, samples: int) -> tuple[tuple[int, ...], ...]:
-    flat = (tokens,)
-    return flat, flat, flat, flat, (seqs + 1,), (seqs,), (seqs, width), (samples,)
+    return *[(tokens,)] * 4, (seqs + 1,), (seqs,), (seqs, width), (samples,)
 
 
 class StepSender:
