@@ -40,7 +40,7 @@ class GpuRunner:
         self._block_size = block_size
         self._inputs = inputs
         self._sampler = Sampler(device, sizes.num_sequences, sizes.vocab_size)
-        self.graphs = DecodeGraphs(device, inputs, self._sampler, sizes.num_sequences)
+        self.graphs = DecodeGraphs(device, inputs, self._sampler, sizes)
         self._model: Decoder | None = None
         self._drawn = [
             device.pinned(sizes.num_sequences * _TOKEN_BYTES).view(torch.int32)
@@ -83,13 +83,14 @@ class GpuRunner:
         marks: list[tuple[int, Event]] = []
         logits: torch.Tensor | None = None
         size = None
-        if model is self._model and not host_rows and on_kv_written is None:
+        if model is self._model and on_kv_written is None:
             size = self.graphs.find_size(num_rows) if is_pure_decode(batch) else None
         if size is not None:
             self._inputs.stage_decodes(batch, size)
             rows = self._sampler.stage(sequences, size)
-            self.graphs.get(size, is_cut=rows.is_cut).replay()
+            self.graphs.replay(size, is_cut=rows.is_cut)
             self.num_replayed += 1
+            computed = self.graphs.logits[:num_rows]
         else:
 
             def mark(layer: int) -> None:
@@ -99,9 +100,9 @@ class GpuRunner:
             if len(host_rows) < num_rows:
                 rows = self._sampler.stage(sequences, num_rows)
                 self._sampler.draw(computed, rows, self._inputs.drawn[:num_rows])
-            if host_rows:
-                wanted = computed if len(host_rows) == num_rows else computed[list(host_rows)]
-                logits = wanted.float().to("cpu", non_blocking=True)
+        if host_rows:
+            wanted = computed if len(host_rows) == num_rows else computed[list(host_rows)]
+            logits = wanted.float().to("cpu", copy=True, non_blocking=True)
         drawn = self._drawn[self._turn][:num_rows]
         drawn.copy_(self._inputs.drawn[:num_rows], non_blocking=True)
         self._turn = (self._turn + 1) % _MOST_LAUNCHED
