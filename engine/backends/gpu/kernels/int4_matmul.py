@@ -93,9 +93,10 @@ def reference(
 
 
 def variants() -> list[Variant]:
-    """Every group and number of tokens; float16 differs from bfloat16 in constants alone."""
-    cases = [(torch.bfloat16, group, m) for group in GROUPS for m in (1, 16, 64, 1024)]
-    cases += [(torch.float16, 128, 1), (torch.float16, 128, 1024), (torch.float32, 128, 1)]
+    """Every number of tokens; group 64 lies between the others, float16 differs in constants."""
+    cases = [(torch.bfloat16, group, m) for group in (32, 128) for m in (1, 16, 64, 1024)]
+    cases += [(torch.bfloat16, 64, 1), (torch.bfloat16, 64, 1024)]
+    cases += [(torch.float16, 128, 1), (torch.float32, 128, 1)]
     return [
         packed_variant(
             f"{TRITON_TYPES[dtype]} group {group} m {m}",

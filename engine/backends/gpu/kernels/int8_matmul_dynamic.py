@@ -112,7 +112,7 @@ def int8_matmul_dynamic_kernel(
         else:
             weight = tl.load(weight_ptrs, mask=unit[None, :] < num_units - first, other=0)
             values = tl.load(values_ptrs, mask=unit[:, None] < num_units - first, other=0)
-        acc = tl.dot(weight, values, acc)
+        acc = tl.dot(weight, values, acc, out_dtype=tl.int32)
         weight_ptrs += N.to(tl.int64) * BLOCK_UNITS * 64
         values_ptrs += BLOCK_UNITS * 64
     x_scales = tl.load(x_scales_ptr + m_rows)
