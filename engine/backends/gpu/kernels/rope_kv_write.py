@@ -211,9 +211,7 @@ def variants() -> list[Variant]:
         _variant("bf16", "bf16", 128, 16, norm=True),
         _variant("bf16", "bf16", 256, 32, norm=True),
         _variant("bf16", "i8", 128, 16, norm=True),
-        _variant("bf16", "i8", 256, 32, norm=True),
         _variant("fp16", "fp16", 128, 16, norm=True),
-        _variant("fp16", "i8", 128, 16, norm=False),
         _variant("fp32", "fp32", 128, 16, norm=True),
         _variant("fp32", "i8", 128, 16, norm=True),
     ]

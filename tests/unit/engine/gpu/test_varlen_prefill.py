@@ -19,7 +19,7 @@ TOLERANCE = {"fp32": 4e-6, "fp16": 2e-3, "bf16": 1e-2, "int8": 4e-6}
 def check(
     chunks: list[tuple[int, int]] = RAGGED, *, activation: str = "fp32", dtype: KVDtype = "fp32",
     group: int = 2, num_kv_heads: int = 1, head_dim: int = 32, block_size: int = 16,
-    window: int = 0, softcap: float = 0.0, tile: tuple[int, int] | None = (32, 16),
+    window: int = 0, softcap: float = 0.0, tile: tuple[int, int] | None = (32, 32),
 ) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(len(chunks) + group + window + block_size)
     cache = PagedCache(
