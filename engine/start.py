@@ -8,14 +8,12 @@ import logging
 import os
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from engine.backends.base import Backend
-from engine.backends.cpu.backend import CpuBackend, WeightScheme
-from engine.backends.cpu.core_share import CoreShare
 from engine.backends.gpu.device import CudaDevice
 from engine.device import DeviceKind
 from engine.engine import Engine
@@ -30,6 +28,9 @@ from engine.weights import open_model
 from mesh.config import Weights, WorkerConfig
 from mesh.errors import ConfigError
 from mesh.model_files import resolve_model
+
+if TYPE_CHECKING:
+    from engine.backends.cpu.backend import WeightScheme
 
 _INT4_BELOW_BITS = 5.25
 """Between llama.cpp's 4-bit files (Q4_K_M: 4.9 bits a weight) and its 5-bit ones (5.5 and more)."""
@@ -154,8 +155,12 @@ def _make_backend(
     return _gpu_backend(config, rank) if device == "cuda" else (_cpu_backend(config), None)
 
 
-def _cpu_backend(config: WorkerConfig) -> CpuBackend:
+def _cpu_backend(config: WorkerConfig) -> Backend:
     """Divides the cores among the ranks."""
+    # Not at the top: they load numba, which a machine with a GPU need not have.
+    from engine.backends.cpu.backend import CpuBackend
+    from engine.backends.cpu.core_share import CoreShare
+
     size, weights = config.tensor_parallel, _cpu_scheme(config.weights)
     if config.threads:
         return CpuBackend(weights, max(1, config.threads // size))

@@ -53,5 +53,5 @@ def relative_error(
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory that no kernel may leave as it is."""
     if not dtype.is_floating_point:
-        return torch.full(shape, -1, dtype=dtype, device=device)
+        return torch.full(shape, 0xFF if dtype == torch.uint8 else -1, dtype=dtype, device=device)
     return torch.full(shape, float("nan"), dtype=dtype, device=device)

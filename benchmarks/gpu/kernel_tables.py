@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from benchmarks.gpu import attention_cases, product_cases, small_cases
+from benchmarks.gpu import attention_cases, product_cases, small_cases, transfer_cases
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.stopwatch import Floors, Stopwatch
 
@@ -18,13 +18,13 @@ Row = list[object]
 
 def all_checks(device: torch.device, only: str = "") -> Iterator[Case]:
     """Small inputs of every kernel; ``only``: a pattern of the names wanted."""
-    for module in (small_cases, product_cases, attention_cases):
+    for module in (small_cases, product_cases, transfer_cases, attention_cases):
         yield from _chosen(module.checks(device), only)
 
 
 def all_timed(device: torch.device, only: str = "") -> Iterator[Case]:
     """Inputs of real models."""
-    for module in (attention_cases, product_cases, small_cases):
+    for module in (attention_cases, product_cases, transfer_cases, small_cases):
         yield from _chosen(module.timed(device), only)
 
 

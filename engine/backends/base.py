@@ -138,6 +138,7 @@ class Backend(Protocol):
     """Ops of a decoder-only transformer over a paged KV cache."""
 
     device: torch.device
+    activation_dtype: torch.dtype
     has_attention_softcap: bool
     """Whether ``paged_attention`` can cap logits."""
     kv_layout: str

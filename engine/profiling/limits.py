@@ -29,22 +29,25 @@ class Limits:
     flops_per_s: float
 
 
-def measure_limits(device: torch.device, product: Linear, in_features: int) -> Limits:
+def measure_limits(
+    device: torch.device, product: Linear, in_features: int, dtype: torch.dtype
+) -> Limits:
     """Some tenths of a second; call on the thread that runs the model, between two steps.
 
     Args:
         device: Where the model runs.
         product: One of its weight matrices.
         in_features: Columns of it.
+        dtype: Of activations.
     """
     buffer = torch.ones(_BUFFER_BYTES // 4, device=device)
     bytes_per_s = _BUFFER_BYTES / _best_s(buffer.sum, device)
     del buffer
     size = _GEMM_SIZE[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a = torch.ones(size, size, device=device, dtype=dtype)
+    square_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a = torch.ones(size, size, device=device, dtype=square_dtype)
     square = 2 * size**3 / _best_s(lambda: a @ a, device)
-    x = torch.ones(_NUM_ROWS, in_features, device=device)
+    x = torch.ones(_NUM_ROWS, in_features, device=device, dtype=dtype)
     num_flops = 2 * x.numel() * product(x).shape[1]
     own = num_flops / _best_s(lambda: product(x), device)
     return Limits(bytes_per_s, max(square, own))

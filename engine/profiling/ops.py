@@ -159,6 +159,7 @@ class _RangedBackend:
         self._log = log
         self._batch: BatchInputs | None = None
         self.device = backend.device
+        self.activation_dtype = backend.activation_dtype
         self.has_attention_softcap = backend.has_attention_softcap
         self.kv_layout = backend.kv_layout
         self.default_kv_dtype = backend.default_kv_dtype

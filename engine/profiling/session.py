@@ -153,7 +153,8 @@ class ProfileSession:
             if self.engine.limits is None:
                 model = self.engine.model
                 self.engine.limits = measure_limits(
-                    self.engine.device, model.a_product, model.config.hidden_size
-                )
+                    self.engine.device, model.a_product, model.config.hidden_size,
+                    model.backend.activation_dtype,
+                )  # fmt: skip
             self.data.limits = self.engine.limits
         self.on_done(self.data)

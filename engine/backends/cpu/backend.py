@@ -51,6 +51,7 @@ class CpuBackend:
     """
 
     device = torch.device("cpu")
+    activation_dtype = torch.float32
     has_attention_softcap = False
     kv_layout = "block-layer-kv-head/2"
 

@@ -56,8 +56,8 @@ class GpuBackend:
         self._device = CudaDevice() if device is None else device
         self.device = self._device.torch_device
         self._activations = activations or (weights if weights in ACTIVATIONS else "bf16")
-        dtype = ACTIVATIONS[self._activations]
-        self._linears = LinearMaker(weights, dtype, self.device)
+        self.activation_dtype = ACTIVATIONS[self._activations]
+        self._linears = LinearMaker(weights, self.activation_dtype, self.device)
         self._kv: KVView | None = None
         self._inputs: StepInputBuffers | None = None
         self._splits: list[int] = []

@@ -52,7 +52,8 @@ def _widened(handle: Any) -> Any:
 
 
 def _floats(handle: Any) -> npt.NDArray[np.float32]:
-    return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    bits: npt.NDArray[np.uint32] = handle.data.astype(np.uint32)
+    return (bits << 16).view(np.float32)
 
 
 def _bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.backends.cpu.backend import CpuBackend
 from engine.backends.gpu.compile_ahead import steps_to_compile
 from engine.backends.gpu.linears import WeightScheme
 from engine.engine import Engine
+from engine.profiling.session import ProfileData, ProfileSession
 from engine.sequence import Sequence
 from engine.warm_up import warm_up
 from mesh.config import KVDtype, WorkerConfig
@@ -169,6 +171,23 @@ def test_warm_up_captures_and_leaves_no_trace(tiny_llama: TinyLlama) -> None:
     assert pool.num_free == pool.num_blocks
     generate(engine, new_sequence([1, 2, 3], 3))
     assert runner(engine).num_replayed == 2
+
+
+def test_a_profile_runs_op_by_op_and_changes_no_answer(tiny_llama: TinyLlama) -> None:
+    engine = gpu_engine(tiny_llama.folder, "bf16", max_num_seqs=2)
+    prompt = random_prompt(12, seed=11)
+    (plain,) = generate(engine, new_sequence(prompt, 4, cache_salt="a"))
+    replayed = runner(engine).num_replayed
+    done: list[ProfileData] = []
+    engine.profile = ProfileSession(engine, 4, time.monotonic() + 600, done.append)
+    (profiled,) = generate(engine, new_sequence(prompt, 4, cache_salt="b"))
+    assert profiled == plain
+    assert runner(engine).num_replayed == replayed
+    (data,) = done
+    assert data.times.num_steps == 4
+    assert data.limits is not None
+    calls = {op: work.num_calls for (phase, op), work in data.log.work.items()}
+    assert calls["attention"] == 3 * engine.model_config.num_layers
 
 
 def test_the_cache_is_sized_by_the_largest_step(tiny_llama: TinyLlama) -> None:
