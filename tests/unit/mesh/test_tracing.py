@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 
 from mesh.tracing import Tracing, open_tracing, wall_ns
@@ -45,3 +46,9 @@ def test_a_collector_that_is_not_there_holds_nothing_up() -> None:
     unsampled.end(now_s)
     tracing.close()
     assert time.monotonic() - now_s < 5.0
+    # The exporter gives up a moment later; until then it draws random numbers, which Hypothesis
+    # does not forgive in the tests that follow.
+    for thread in threading.enumerate():
+        if thread.name in ("OtelBatchSpanRecordProcessor", "tracing"):
+            thread.join(timeout=20)
+            assert not thread.is_alive()

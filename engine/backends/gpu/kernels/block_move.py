@@ -58,7 +58,7 @@ def _move_tile(
         tl.store(staging, tl.load(pool, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head", "num_pool_heads"])
 def _turn_kernel(
     pool_ptr, staging_ptr, ids_ptr,
     block_stride, span, staging_block_stride, first_head, num_pool_heads,

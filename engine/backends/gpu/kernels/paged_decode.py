@@ -45,7 +45,7 @@ _COMBINED_AT_ONCE = 16
 _LEAST_DOT_ROWS = 16
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def _paged_decode_kernel(
     q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
     out_ptr, partial_ptr, lse_ptr,
@@ -62,7 +62,7 @@ def _paged_decode_kernel(
     sequence = tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
     num_splits = tl.num_programs(1)
-    ALIGN: tl.constexpr = min(BLOCK_SIZE, BLOCK_N)
+    ALIGN: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
     PARTS: tl.constexpr = 2 if QUANTISED else 1
     ROW: tl.constexpr = HEAD_DIM // PARTS
 

@@ -121,7 +121,7 @@ def _attend(
     return acc, acc_odd, top, total
 
 
-@triton.jit(do_not_specialize=["num_sequences", "window"])
+@triton.jit(do_not_specialize=["num_sequences", "window", "table_stride"])
 def _varlen_prefill_kernel(
     q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, starts_ptr, lens_ptr, tables_ptr,
     out_ptr, num_sequences, score_scale, softcap_log2, window,
