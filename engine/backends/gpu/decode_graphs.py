@@ -5,6 +5,9 @@
 
 A padding row writes no KV, sees no keys and draws a token that nobody reads. A graph begins with
 the pending tokens and ends with the drawn ones, so that nothing of a step waits for the host.
+
+Every rank of several has the same graphs, captured in the same order: each runs its part of the
+model, rank 0 draws, and all end with its tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from engine.backends.gpu.kernels.take_tokens import take_tokens
 from engine.backends.gpu.sampling import Sampler
 from engine.backends.gpu.step import StepInputBuffers
 from engine.models.decoder import Decoder
+from engine.tensor_parallel.group import TensorParallelGroup
 
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
@@ -36,12 +40,14 @@ class DecodeGraphs:
     """Owns the graphs of one model; none before ``capture``."""
 
     def __init__(
-        self, device: Device, inputs: StepInputBuffers, sampler: Sampler, num_rows: int
-    ) -> None:
+        self, device: Device, inputs: StepInputBuffers, sampler: Sampler, num_rows: int,
+        group: TensorParallelGroup,
+    ) -> None:  # fmt: skip
         """Args: num_rows: the most sequences of a step."""
         self._device = device
         self._inputs = inputs
         self._sampler = sampler
+        self._group = group
         self._sizes = graph_sizes(num_rows)
         self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
 
@@ -51,10 +57,10 @@ class DecodeGraphs:
             for is_cut in (False, True):
                 self._graphs[num_rows, is_cut] = self._capture_size(model, num_rows, is_cut)
 
-    def find_size(self, num_rows: int) -> int | None:
-        """The least number of rows that is captured and holds so many; None: there is none."""
-        size = next((size for size in self._sizes if size >= num_rows), None)
-        return size if (size, False) in self._graphs else None
+    def find_size(self, num_rows: int) -> int:
+        """The least number of rows that is captured and holds so many; 0: there is none."""
+        size = next((size for size in self._sizes if size >= num_rows), 0)
+        return size if (size, False) in self._graphs else 0
 
     def get(self, num_rows: int, *, is_cut: bool) -> DecodeGraph:
         """The graph of exactly so many rows; with ``is_cut`` it searches for top_k and top_p."""
@@ -67,7 +73,10 @@ class DecodeGraphs:
 
         def run() -> None:
             take_tokens(step.token_ids, sources, drawn)
-            self._sampler.draw(model.compute(step), rows, drawn[:num_rows])
+            logits = model.compute(step)
+            if self._group.rank == 0:
+                self._sampler.draw(logits, rows, drawn[:num_rows])
+            self._group.broadcast(drawn)
 
         with torch.inference_mode():
             return DecodeGraph(num_rows, self._device.capture(run))
