@@ -243,9 +243,7 @@ class Engine:
         self.constrainer.begin(sampled)
         self.num_forwards += 1
         if self.announce is not None:
-            self.announce(
-                batch, self.runner.graph_rows(self.model, batch, host_rows, on_kv_written)
-            )
+            self.announce(batch, self.runner.graph_rows(self.model, batch, on_kv_written))
         step = self.runner.launch(self.model, batch, sampled, host_rows, on_kv_written)
         self.scheduler.launch(plan)
         return _Launched(plan, sampled, host_rows, step, batch.num_tokens, start_s)

@@ -41,9 +41,9 @@ def run_largest_step(
         The logits, [number of sequences, V].
     """
     num_sequences = min(max_num_seqs, max_batched_tokens)
+    num_tokens = min(max_batched_tokens, num_sequences * max_model_len)
     lengths = [
-        max_batched_tokens // num_sequences + (i < max_batched_tokens % num_sequences)
-        for i in range(num_sequences)
+        num_tokens // num_sequences + (i < num_tokens % num_sequences) for i in range(num_sequences)
     ]
     blocks_each = lengths[0] // spec.block_size + 1
     scheduler = Scheduler(

@@ -56,9 +56,8 @@ class StepRunner(Protocol):
         ...
 
     def graph_rows(
-        self, model: Decoder, batch: BatchInputs, host_rows: SequenceOf[int],
-        on_kv_written: OnKVWritten | None,
-    ) -> int:  # fmt: skip
+        self, model: Decoder, batch: BatchInputs, on_kv_written: OnKVWritten | None
+    ) -> int:
         """Rows of the captured graph that ``launch`` will replay for these; 0: it will use none."""
         ...
 
@@ -102,9 +101,8 @@ class HostRunner:
         """See StepRunner."""
 
     def graph_rows(
-        self, model: Decoder, batch: BatchInputs, host_rows: SequenceOf[int],
-        on_kv_written: OnKVWritten | None,
-    ) -> int:  # fmt: skip
+        self, model: Decoder, batch: BatchInputs, on_kv_written: OnKVWritten | None
+    ) -> int:
         """See StepRunner."""
         return 0
 

@@ -34,7 +34,7 @@ def _batch(counts: list[int], block_size: int) -> BatchInputs:
     return BatchInputs(
         token_ids=np.zeros(num_tokens, np.int64),
         token_sources=np.full(num_tokens, -1, np.int32),
-        positions=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+        positions=np.zeros(num_tokens, np.int32),  # within any rotary table
         slot_mapping=np.full(num_tokens, -1, np.int64),
         query_starts=starts,
         context_lens=lengths,

@@ -13,10 +13,11 @@ model, rank 0 draws, and all end with its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from engine.backends.base import StepSizes
 from engine.backends.gpu.device import Device
 from engine.backends.gpu.kernels.take_tokens import take_tokens
 from engine.backends.gpu.sampling import Sampler
@@ -28,31 +29,30 @@ _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
 
 
-@dataclass(slots=True, frozen=True)
-class DecodeGraph:
-    """Decodes of up to ``num_rows`` sequences."""
-
-    num_rows: int
-    replay: Callable[[], None]
-
-
 class DecodeGraphs:
     """Owns the graphs of one model; none before ``capture``."""
 
     def __init__(
-        self, device: Device, inputs: StepInputBuffers, sampler: Sampler, num_rows: int,
+        self, device: Device, inputs: StepInputBuffers, sampler: Sampler, sizes: StepSizes,
         group: TensorParallelGroup,
     ) -> None:  # fmt: skip
-        """Args: num_rows: the most sequences of a step."""
         self._device = device
         self._inputs = inputs
         self._sampler = sampler
         self._group = group
-        self._sizes = graph_sizes(num_rows)
-        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self._most = sizes
+        self._sizes = graph_sizes(sizes.num_sequences)
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
+        self.logits = torch.empty(0)
+        """[most sequences, V] of the graph that was replayed last, by row; rank 0's alone."""
 
     def capture(self, model: Decoder) -> None:
         """Capture every size, the largest first: smaller ones then fit into its memory."""
+        most_rows = self._most.num_sequences if self._group.rank == 0 else 0
+        self.logits = torch.empty(
+            most_rows, self._most.vocab_size,
+            dtype=model.backend.activation_dtype, device=self._device.torch_device,
+        )  # fmt: skip
         for num_rows in reversed(self._sizes):
             for is_cut in (False, True):
                 self._graphs[num_rows, is_cut] = self._capture_size(model, num_rows, is_cut)
@@ -62,24 +62,25 @@ class DecodeGraphs:
         size = next((size for size in self._sizes if size >= num_rows), 0)
         return size if (size, False) in self._graphs else 0
 
-    def get(self, num_rows: int, *, is_cut: bool) -> DecodeGraph:
-        """The graph of exactly so many rows; with ``is_cut`` it searches for top_k and top_p."""
-        return self._graphs[num_rows, is_cut]
+    def replay(self, num_rows: int, *, is_cut: bool) -> None:
+        """Launch the graph of exactly so many rows; ``is_cut``: some have a top_k or top_p."""
+        self._graphs[num_rows, is_cut]()
 
-    def _capture_size(self, model: Decoder, num_rows: int, is_cut: bool) -> DecodeGraph:
+    def _capture_size(self, model: Decoder, num_rows: int, is_cut: bool) -> Callable[[], None]:
         step, sources = self._inputs.decode_step(num_rows)
         rows = replace(self._sampler.stage([], num_rows), is_cut=is_cut)
-        drawn = self._inputs.drawn
+        drawn, logits = self._inputs.drawn, self.logits[:num_rows]
 
         def run() -> None:
             take_tokens(step.token_ids, sources, drawn)
-            logits = model.compute(step)
+            computed = model.compute(step)
             if self._group.rank == 0:
+                logits.copy_(computed)
                 self._sampler.draw(logits, rows, drawn[:num_rows])
             self._group.broadcast(drawn)
 
         with torch.inference_mode():
-            return DecodeGraph(num_rows, self._device.capture(run))
+            return self._device.capture(run)
 
 
 def graph_sizes(num_rows: int) -> list[int]:

@@ -44,7 +44,7 @@ class GpuRunner:
         self._inputs = inputs
         self._sampler = Sampler(device, sizes.num_sequences, sizes.vocab_size)
         self._group = group or TensorParallelGroup()
-        self.graphs = DecodeGraphs(device, inputs, self._sampler, sizes.num_sequences, self._group)
+        self.graphs = DecodeGraphs(device, inputs, self._sampler, sizes, self._group)
         self._model: Decoder | None = None
         self._drawn = [
             device.pinned(sizes.num_sequences * _TOKEN_BYTES).view(torch.int32)
@@ -79,11 +79,10 @@ class GpuRunner:
                     self._sampler.draw(logits, cut, self._inputs.drawn[:num_rows])
 
     def graph_rows(
-        self, model: Decoder, batch: BatchInputs, host_rows: SequenceOf[int],
-        on_kv_written: OnKVWritten | None,
-    ) -> int:  # fmt: skip
+        self, model: Decoder, batch: BatchInputs, on_kv_written: OnKVWritten | None
+    ) -> int:
         """See StepRunner."""
-        if model is not self._model or host_rows or on_kv_written is not None:
+        if model is not self._model or on_kv_written is not None:
             return 0
         return self.graphs.find_size(batch.num_tokens) if is_pure_decode(batch) else 0
 
@@ -97,12 +96,13 @@ class GpuRunner:
         num_rows = len(sequences)
         marks: list[tuple[int, Event]] = []
         logits: torch.Tensor | None = None
-        size = self.graph_rows(model, batch, host_rows, on_kv_written)
+        size = self.graph_rows(model, batch, on_kv_written)
         if size:
             self._inputs.stage_decodes(batch, size)
             rows = self._sampler.stage(sequences, size)
-            self.graphs.get(size, is_cut=rows.is_cut).replay()
+            self.graphs.replay(size, is_cut=rows.is_cut)
             self.num_replayed += 1
+            computed = self.graphs.logits[:num_rows]
         else:
 
             def mark(layer: int) -> None:
@@ -114,9 +114,9 @@ class GpuRunner:
                 self._sampler.draw(computed, rows, self._inputs.drawn[:num_rows])
             if num_rows:
                 self._group.broadcast(self._inputs.drawn)
-            if host_rows:
-                wanted = computed if len(host_rows) == num_rows else computed[list(host_rows)]
-                logits = wanted.float().to("cpu", non_blocking=True)
+        if host_rows:
+            wanted = computed if len(host_rows) == num_rows else computed[list(host_rows)]
+            logits = wanted.float().to("cpu", copy=True, non_blocking=True)
         drawn = self._drawn[self._turn][:num_rows]
         drawn.copy_(self._inputs.drawn[:num_rows], non_blocking=True)
         self._turn = (self._turn + 1) % _MOST_LAUNCHED
@@ -133,7 +133,7 @@ class GpuRunner:
         self._device.use()
         if graph_rows:
             self._inputs.stage_decodes(batch, graph_rows)
-            self.graphs.get(graph_rows, is_cut=False).replay()
+            self.graphs.replay(graph_rows, is_cut=False)
             self.num_replayed += 1
         else:
             model.forward(batch)

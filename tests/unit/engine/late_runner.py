@@ -35,9 +35,8 @@ class LateRunner:
         pass
 
     def graph_rows(
-        self, model: Decoder, batch: BatchInputs, host_rows: SequenceOf[int],
-        on_kv_written: OnKVWritten | None,
-    ) -> int:  # fmt: skip
+        self, model: Decoder, batch: BatchInputs, on_kv_written: OnKVWritten | None
+    ) -> int:
         return 0
 
     def launch(

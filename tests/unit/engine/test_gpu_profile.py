@@ -32,7 +32,7 @@ def config(tiny: TinyLlama, **fields: object) -> WorkerConfig:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_seqs", "num_tokens"), [(3, 64), (128, 100), (1, 200)])
+@pytest.mark.parametrize(("num_seqs", "num_tokens"), [(3, 64), (128, 100), (1, 200), (2, 900)])
 def test_the_largest_step_is_as_large_as_a_step_can_be(
     tiny: TinyLlama, num_seqs: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +53,8 @@ def test_the_largest_step_is_as_large_as_a_step_can_be(
         max_model_len=MAX_LEN,
     )
     (batch,) = seen
-    assert batch.num_tokens == num_tokens
+    assert batch.num_tokens == min(num_tokens, num_seqs * MAX_LEN), "no sequence is longer"
+    assert batch.context_lens.max() <= MAX_LEN
     assert logits.shape == (min(num_seqs, num_tokens), VOCAB_SIZE)
     assert logits.isfinite().all()
     assert set(batch.slot_mapping // engine.kv_spec.block_size) == {0}

@@ -130,7 +130,9 @@ def test_rows_of_the_host_do_not_disturb_those_of_the_device(
     penalised = new_sequence(prompts[2], NUM_TOKENS, repetition_penalty=1.4)
     expected = new_sequence(prompts[2], NUM_TOKENS, repetition_penalty=1.4)
     generate(tiny_llama.engine(), expected)
+    before = runner(engine).num_replayed
     answers = generate(engine, plain, asks, penalised)
+    assert runner(engine).num_replayed == before + NUM_TOKENS - 1
     assert answers[:2] == [tiny_llama.greedy(prompt, NUM_TOKENS) for prompt in prompts[:2]]
     assert penalised.token_ids == expected.token_ids
 
