@@ -117,7 +117,7 @@ class Engine:
             sizer: decides the number of KV blocks; None: the configuration does.
             placement: what the backend computes on, for those who ask.
             overlap: Plan each step while the one before it is computed. None: where that happens
-                on another device than the planning, and no other rank must be told of the step.
+                on another device than the planning.
 
         Raises:
             ConfigError: the model or the cache size is unusable; says which number to change.
@@ -166,15 +166,16 @@ class Engine:
         """Measured by the first profile."""
         self._plain_model = self.model
         self._build_batch, self._sample = build_batch, sample
-        self.announce: Callable[[BatchInputs], None] | None = None
-        """Tells the other ranks what is computed next, before every forward."""
+        self.announce: Callable[[BatchInputs, int], None] | None = None
+        """Tells the other ranks what is computed next, and in a graph of how many rows."""
         self.num_forwards = 0
+        """Steps launched."""
         self.step_time_s = 0.0
         self.tokens_per_s = 0.0
         self.max_sequence_tokens = min(max_model_len, self.scheduler.max_tokens_per_sequence())
         """Prompt plus output tokens that a single request can ever hold here."""
         on_device = backend.device.type != "cpu"
-        self._overlap = on_device and group.size == 1 if overlap is None else overlap
+        self._overlap = on_device if overlap is None else overlap
         self._draws_on_host = not (on_device or self._overlap)
         self._launched: _Launched | None = None
         self._last_done_s = 0.0
@@ -184,7 +185,8 @@ class Engine:
                 num_sequences=self.scheduler.max_num_seqs,
                 num_blocks=-(-self.max_sequence_tokens // config.block_size),
                 vocab_size=self.model_config.vocab_size,
-            )
+            ),
+            group,
         )
 
     def step(self, on_group: OnLayerGroup | None = None) -> StepOutcome:
@@ -241,7 +243,7 @@ class Engine:
         self.constrainer.begin(sampled)
         self.num_forwards += 1
         if self.announce is not None:
-            self.announce(batch)
+            self.announce(batch, self.runner.graph_rows(self.model, batch, on_kv_written))
         step = self.runner.launch(self.model, batch, sampled, host_rows, on_kv_written)
         self.scheduler.launch(plan)
         return _Launched(plan, sampled, host_rows, step, batch.num_tokens, start_s)
@@ -275,18 +277,20 @@ class Engine:
         return results, failed
 
     @torch.inference_mode()
-    def follow(self, batch: BatchInputs, on_group: Callable[[int], None] | None = None) -> None:
-        """Compute this rank's part of a step that rank 0 announced.
+    def follow(
+        self, batch: BatchInputs, graph_rows: int, on_group: Callable[[int], None] | None = None
+    ) -> ComputingStep:
+        """Begin this rank's part of a step that rank 0 announced.
 
         ``on_group`` is called with the index of each group of layers whose KV is written.
         """
         on_kv_written = None if on_group is None else self._each_group(on_group)
-        self.model.forward(batch, on_kv_written)
+        return self.runner.follow(self.model, batch, graph_rows, on_kv_written)
 
-    def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    @property
+    def num_steps_done(self) -> int:
+        """The number of the step whose outcome or layers ``step`` told of last."""
+        return self.num_forwards - (self._launched is not None)
 
     @property
     def device(self) -> torch.device:

@@ -124,6 +124,7 @@ def build_engine(
     engine = Engine(config, backend, group, sizer=sizer, placement=placement)
     if followers is not None:
         engine.announce = followers.announce
+        engine.runner.prepare(engine.model)  # now, as every follower does
     engine.constrainer.prepare()
     loaded_s = time.monotonic()
     warm_up(engine)
@@ -136,7 +137,7 @@ def build_engine(
 
 
 def build_rank(setup: RankSetup) -> Engine:
-    """Load a follower's part of the model and allocate its part of the cache.
+    """Load a follower's part of the model, allocate its part of the cache, compile the kernels.
 
     Raises:
         ConfigError: the model or a size is unusable, or the ranks did not find each other.
@@ -145,7 +146,9 @@ def build_rank(setup: RankSetup) -> Engine:
     config = msgspec.structs.replace(setup.config, weights=weights)
     backend, sizer = _make_backend(config, setup.device, setup.rank)
     group = DistributedGroup(setup.rank, config.tensor_parallel, setup.port, backend.device)
-    return Engine(config, backend, group, sizer=sizer)
+    engine = Engine(config, backend, group, sizer=sizer)
+    engine.runner.prepare(engine.model)
+    return engine
 
 
 def _make_backend(

@@ -36,6 +36,10 @@ class StepOutput:
 class ComputingStep(Protocol):
     """A launched step. Finish it once, in the order of the launches."""
 
+    def is_done(self) -> bool:
+        """Whether ``finish`` would not wait."""
+        ...
+
     def finish(self) -> StepOutput:
         """Wait until it is done; KV written is told of by then."""
         ...
@@ -45,7 +49,16 @@ class StepRunner(Protocol):
     """Owns what lies between two steps of one engine: the last step's tokens, buffers, graphs."""
 
     def prepare(self, model: Decoder) -> None:
-        """What is better done before the first request than during it; nothing is launched."""
+        """What is better done before the first request than during it; nothing is launched.
+
+        Of several ranks all do it at the same time: they compute together.
+        """
+        ...
+
+    def graph_rows(
+        self, model: Decoder, batch: BatchInputs, on_kv_written: OnKVWritten | None
+    ) -> int:
+        """Rows of the captured graph that ``launch`` will replay for these; 0: it will use none."""
         ...
 
     def launch(
@@ -63,6 +76,20 @@ class StepRunner(Protocol):
         """
         ...
 
+    def follow(
+        self, model: Decoder, batch: BatchInputs, graph_rows: int,
+        on_kv_written: OnKVWritten | None = None,
+    ) -> ComputingStep:  # fmt: skip
+        """Begin this rank's part of a step that rank 0 launches; its tokens are rank 0's.
+
+        Args:
+            model: The plain model.
+            batch: What to compute.
+            graph_rows: What rank 0's runner says of the step.
+            on_kv_written: As of ``launch``, without a graph.
+        """
+        ...
+
 
 class HostRunner:
     """Implements ``StepRunner`` where the host itself computes: at once, within ``launch``."""
@@ -72,6 +99,12 @@ class HostRunner:
 
     def prepare(self, model: Decoder) -> None:
         """See StepRunner."""
+
+    def graph_rows(
+        self, model: Decoder, batch: BatchInputs, on_kv_written: OnKVWritten | None
+    ) -> int:
+        """See StepRunner."""
+        return 0
 
     def launch(
         self, model: Decoder, batch: BatchInputs, sequences: SequenceOf[Sequence],
@@ -92,10 +125,22 @@ class HostRunner:
         self._last_tokens[rows] = [token.token_id for token in drawn]
         return _Computed(StepOutput(self._last_tokens.tolist(), wanted))
 
+    def follow(
+        self, model: Decoder, batch: BatchInputs, graph_rows: int,
+        on_kv_written: OnKVWritten | None = None,
+    ) -> ComputingStep:  # fmt: skip
+        """See StepRunner."""
+        assert not graph_rows
+        assert (batch.token_sources < 0).all(), "rank 0 does not run ahead of a host"
+        return _Computed(StepOutput([], model.forward(batch, on_kv_written)))
+
 
 @dataclass(slots=True, frozen=True)
 class _Computed:
     output: StepOutput
+
+    def is_done(self) -> bool:
+        return True
 
     def finish(self) -> StepOutput:
         return self.output

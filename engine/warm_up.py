@@ -35,7 +35,7 @@ def warm_up(engine: Engine) -> None:
     while engine.scheduler.has_work:
         engine.step()
     engine.rest()
-    if engine.group.size == 1:  # other ranks take part in announced steps alone
+    if engine.group.size == 1:  # several ranks have done it before the first announced step
         engine.runner.prepare(engine.model)
     engine.scheduler.pool.forget_cached()
     engine.step_time_s = engine.tokens_per_s = 0.0

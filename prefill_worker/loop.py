@@ -240,7 +240,7 @@ class PrefillLoop:
             )
             if blocks:
                 ready.append(
-                    SendBlocks(transfer_id, start, blocks, group, self._engine.num_forwards)
+                    SendBlocks(transfer_id, start, blocks, group, self._engine.num_steps_done)
                 )
             if group == self._num_layer_groups - 1:
                 self._num_submitted[transfer_id] = start + len(blocks)
@@ -254,7 +254,7 @@ class PrefillLoop:
             return  # the answer ended at its first token: nobody needs the KV
         start, blocks = self._finished_blocks(sequence, chunk.end, prompt_done=prompt_done)
         if blocks:
-            step = self._engine.num_forwards
+            step = self._engine.num_steps_done
             self._events.append(SendBlocks(sequence.transfer_id, start, blocks, step=step))
             self._num_submitted[sequence.transfer_id] = start + len(blocks)
 

@@ -21,6 +21,7 @@ from mesh.shared_mapping import SharedMapping
 
 if TYPE_CHECKING:
     from engine.step_runner import StepRunner
+    from engine.tensor_parallel.group import TensorParallelGroup
 
 
 class Linear(Protocol):
@@ -163,8 +164,11 @@ class Backend(Protocol):
         """Allocate the cache this backend will read and write."""
         ...
 
-    def step_runner(self, sizes: StepSizes) -> StepRunner:
-        """What launches this backend's steps; one engine's, made after the KV cache."""
+    def step_runner(self, sizes: StepSizes, group: TensorParallelGroup | None = None) -> StepRunner:
+        """What launches this backend's steps; one engine's, made after the KV cache.
+
+        ``group``: the ranks that run the model together; None: there is one.
+        """
         ...
 
     def begin_step(self, batch: BatchInputs) -> Any:

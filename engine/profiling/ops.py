@@ -175,8 +175,8 @@ class _RangedBackend:
     def allocate_kv_cache(self, spec: KVCacheSpec) -> Any:
         return self._backend.allocate_kv_cache(spec)
 
-    def step_runner(self, sizes: StepSizes) -> StepRunner:
-        return self._backend.step_runner(sizes)
+    def step_runner(self, sizes: StepSizes, group: TensorParallelGroup | None = None) -> StepRunner:
+        return self._backend.step_runner(sizes, group)
 
     def begin_step(self, batch: BatchInputs) -> Any:
         self._batch = batch

@@ -33,7 +33,14 @@ def listen() -> socket.socket:
 
 
 class DistributedGroup(TensorParallelGroup):
-    """For one thread at a time. A lost rank makes every operation raise RuntimeError."""
+    """For one thread at a time. A lost rank makes every operation raise RuntimeError.
+
+    On CUDA an operation is only launched here: NCCL's stream waits for the current one, and
+    ``wait`` makes the current one wait for NCCL's, both by events. So it can be captured in a
+    graph, within which NCCL's stream forks off and joins again. Torch keeps captured operations
+    from its watchdog (pytorch#102542), so a replayed one has no timeout; the watchdog's queries of
+    those launched before do not disturb a capture (pytorch#148594).
+    """
 
     def __init__(
         self,
@@ -91,6 +98,13 @@ class DistributedGroup(TensorParallelGroup):
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         self._group.gather([parts] if parts else [], [x], options).wait()
         return parts
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        self.num_broadcasts += 1
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        self._group.broadcast([x], options).wait()
 
     def least(self, value: int) -> int:
         options = dist.AllreduceOptions()

@@ -23,6 +23,7 @@ import msgspec
 from engine.engine import Engine
 from engine.start import build_rank
 from engine.tensor_parallel.rank_setup import RankReady, RankSetup
+from engine.tensor_parallel.step_loop import follow_steps
 from engine.tensor_parallel.step_progress import StepProgress
 from engine.tensor_parallel.step_wire import StepReceiver
 from mesh.errors import PdmeshError
@@ -34,8 +35,6 @@ from mesh.threads import configure_threads
 BUSY_POLL_S = 0.001
 """As of a worker's own loop."""
 IDLE_POLL_S = 0.05
-_REST_AFTER_S = 0.02
-"""Without a step for this long, cores are given back."""
 
 _logger = logging.getLogger(__name__)
 
@@ -165,18 +164,6 @@ class _Follower:
         os.setpriority(os.PRIO_PROCESS, thread_id, own + self._niceness)
         engine = build_rank(setup)
         loop.call_soon_threadsafe(self._on_loaded, setup, engine)
-        receiver, progress = StepReceiver(self._steps), self._progress
         # On a device the host runs ahead: only the end of a step says what is in memory.
-        on_group = progress.group_done if engine.device.type == "cpu" else None
-        timeout_s: float | None = None
-        while True:
-            batch = receiver.next(timeout_s)
-            if batch is None:
-                engine.rest()
-                timeout_s = None
-                continue
-            progress.begin()
-            engine.follow(batch, on_group if setup.config.kv_layer_groups > 1 else None)
-            engine.synchronize()
-            progress.end()
-            timeout_s = _REST_AFTER_S
+        by_group = engine.device.type == "cpu" and setup.config.kv_layer_groups > 1
+        follow_steps(engine, StepReceiver(self._steps), self._progress, by_group=by_group)

@@ -89,8 +89,8 @@ class FollowerProcesses:
             setup = RankSetup(config=config, device=device, rank=rank, port=self._port, epoch=epoch)
             self.send(rank, setup)
         self._steps = steps
-        self.announce: Callable[[BatchInputs], None] = StepSender(steps)
-        """Gives a batch to every follower; on the model thread."""
+        self.announce: Callable[[BatchInputs, int], None] = StepSender(steps)
+        """Tells every follower of a step; on the model thread."""
 
     def join(self, device: torch.device) -> DistributedGroup:
         """Make the group, as its rank 0; once, in the thread that computes.

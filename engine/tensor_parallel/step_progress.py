@@ -16,9 +16,9 @@ class StepProgress:
         self._num_groups = 0
 
     def begin(self) -> None:
-        """The next step starts."""
+        """The next step starts; the one before it may not have ended."""
         self._num_groups = 0  # before it counts for the new step
-        self._current = self._num_done + 1
+        self._current += 1
 
     def group_done(self, group: int) -> None:
         """A group of layers has written its KV."""
@@ -26,8 +26,8 @@ class StepProgress:
         self._changed()
 
     def end(self) -> None:
-        """The step's KV is all in memory."""
-        self._num_done = self._current
+        """The oldest step's KV is all in memory."""
+        self._num_done += 1
         self._changed()
 
     def has_reached(self, step: int, part: int | None) -> bool:

@@ -1,9 +1,10 @@
 """A step's batch as bytes, from rank 0 to the ranks that follow it.
 
-    u32 T | u32 B | u32 W | u32 N | token_ids | positions | slot_mapping | query_starts | …
+    u32 T | u32 B | u32 W | u32 N | u32 G | token_ids | positions | slot_mapping | … | sample_rows
 
 The arrays follow as they lie in memory, in the order of ``BatchInputs``: both ends are processes of
-one machine. T tokens, B sequences, block tables W wide, N sampled rows.
+one machine. T tokens, B sequences, block tables W wide, N sampled rows,
+G rows of the graph that all ranks replay (0: none).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import socket
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ MAX_STEP_BYTES = 1 << 30
 SEND_TIMEOUT_S = 60.0
 """A rank that has not taken a step by then is lost."""
 
-_COUNTS = struct.Struct("<4I")
+_COUNTS = struct.Struct("<5I")
 _FIELDS = (
     ("token_ids", np.int64),
     ("token_sources", np.int32),
@@ -40,6 +42,15 @@ def _shapes(tokens: int, seqs: int, width: int, samples: int) -> tuple[tuple[int
     return *[(tokens,)] * 4, (seqs + 1,), (seqs,), (seqs, width), (samples,)
 
 
+@dataclass(slots=True, frozen=True)
+class AnnouncedStep:
+    """What a follower is to compute next."""
+
+    batch: BatchInputs
+    graph_rows: int
+    """See ``StepRunner.graph_rows``."""
+
+
 class StepSender:
     """Sends every batch to every follower. For the model thread; closed with the process."""
 
@@ -48,14 +59,14 @@ class StepSender:
         for end in ends:
             end.settimeout(SEND_TIMEOUT_S)
 
-    def __call__(self, batch: BatchInputs) -> None:
+    def __call__(self, batch: BatchInputs, graph_rows: int) -> None:
         """Send.
 
         Raises:
             OSError: a follower is gone, or takes nothing.
         """
         seqs, width = batch.block_tables.shape
-        counts = _COUNTS.pack(batch.num_tokens, seqs, width, len(batch.sample_rows))
+        counts = _COUNTS.pack(batch.num_tokens, seqs, width, len(batch.sample_rows), graph_rows)
         arrays = [np.ascontiguousarray(getattr(batch, name), kind) for name, kind in _FIELDS]
         data = b"".join((counts, *(array.tobytes() for array in arrays)))
         for end in self._ends:
@@ -68,8 +79,8 @@ class StepReceiver:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
-    def next(self, timeout_s: float | None) -> BatchInputs | None:
-        """The next batch; None where none has begun to come within ``timeout_s``.
+    def next(self, timeout_s: float | None) -> AnnouncedStep | None:
+        """The next step; None where none has begun to come within ``timeout_s``.
 
         Raises:
             EOFError: rank 0 is gone.
@@ -86,7 +97,8 @@ class StepReceiver:
         head = bytearray(_COUNTS.size)
         head[: len(first)] = first
         self._fill(memoryview(head)[len(first) :])
-        shapes = _shapes(*_COUNTS.unpack(head))
+        *sizes, graph_rows = _COUNTS.unpack(head)
+        shapes = _shapes(*sizes)
         kinds = [np.dtype(kind) for _, kind in _FIELDS]
         num_bytes = sum(
             math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)
@@ -99,7 +111,8 @@ class StepReceiver:
         for array in arrays:
             if array.nbytes:
                 self._fill(memoryview(array.data).cast("B"))
-        return BatchInputs(**dict(zip((name for name, _ in _FIELDS), arrays, strict=True)))
+        fields = dict(zip((name for name, _ in _FIELDS), arrays, strict=True))
+        return AnnouncedStep(BatchInputs(**fields), graph_rows)
 
     def _fill(self, view: memoryview) -> None:
         done = 0

@@ -27,6 +27,7 @@ from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLi
 from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
 from engine.step_runner import HostRunner, StepRunner
+from engine.tensor_parallel.group import TensorParallelGroup
 
 WeightScheme = Literal["fp32", "int8", "int4"]
 _BITS = {"int8": 8, "int4": 4}
@@ -92,7 +93,7 @@ class CpuBackend:
         memory, self._kv = kv_store.allocate(spec)
         return memory
 
-    def step_runner(self, sizes: StepSizes) -> StepRunner:
+    def step_runner(self, sizes: StepSizes, group: TensorParallelGroup | None = None) -> StepRunner:
         """See Backend."""
         return HostRunner()
 

@@ -26,6 +26,7 @@ from engine.backends.gpu.step import GpuStep, StepInputBuffers
 from engine.backends.gpu.step_runner import GpuRunner
 from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
+from engine.tensor_parallel.group import TensorParallelGroup
 
 ACTIVATIONS: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -91,7 +92,7 @@ class GpuBackend:
         self._kv = kv_view(pool, spec)
         return KVMemory(pool, None)
 
-    def step_runner(self, sizes: StepSizes) -> GpuRunner:
+    def step_runner(self, sizes: StepSizes, group: TensorParallelGroup | None = None) -> GpuRunner:
         """See Backend."""
         self._inputs = StepInputBuffers(self._device, sizes)
         self._workspace = None
@@ -102,7 +103,7 @@ class GpuBackend:
             )
             for batch in range(sizes.num_sequences + 1)
         ]
-        return GpuRunner(self._device, self._inputs, sizes, block_size)
+        return GpuRunner(self._device, self._inputs, sizes, block_size, group)
 
     def begin_step(self, batch: BatchInputs) -> GpuStep:
         """See Backend; begins the copies to the device, waits for none."""

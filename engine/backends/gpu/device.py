@@ -15,6 +15,10 @@ import torch
 class Event(Protocol):
     """A point in the device's order of work."""
 
+    def has_passed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        ...
+
     def wait(self) -> None:
         """Block until the device has passed it; other threads run meanwhile."""
         ...
@@ -107,6 +111,9 @@ class _CudaEvent:
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record()
 
+    def has_passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         self._event.synchronize()
 
@@ -135,5 +142,8 @@ class HostDevice:
 
 
 class _Passed:
+    def has_passed(self) -> bool:
+        return True
+
     def wait(self) -> None:
         pass

@@ -3,7 +3,8 @@
     pinned ──copy──▶ inputs │ pending tokens ← drawn │ forward │ draw → drawn │ ──copy──▶ pinned
                             └───── one CUDA graph for a step of decodes ──────┘           event
 
-Only ``finish`` waits, for the event behind the last copy.
+Only ``finish`` waits, for the event behind the last copy. Of several ranks the others do the same
+without drawing, and every step that samples ends with rank 0's tokens in all ranks' ``drawn``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.batch import BatchInputs
 from engine.models.decoder import Decoder
 from engine.sequence import Sequence
 from engine.step_runner import OnKVWritten, StepOutput
+from engine.tensor_parallel.group import TensorParallelGroup
 
 _TOKEN_BYTES = 4
 _MOST_LAUNCHED = 2
@@ -32,15 +34,17 @@ class GpuRunner:
     """Implements ``StepRunner``."""
 
     def __init__(
-        self, device: Device, inputs: StepInputBuffers, sizes: StepSizes, block_size: int
-    ) -> None:
+        self, device: Device, inputs: StepInputBuffers, sizes: StepSizes, block_size: int,
+        group: TensorParallelGroup | None = None,
+    ) -> None:  # fmt: skip
         """Borrow the backend's device and step inputs."""
         self._device = device
         self._sizes = sizes
         self._block_size = block_size
         self._inputs = inputs
         self._sampler = Sampler(device, sizes.num_sequences, sizes.vocab_size)
-        self.graphs = DecodeGraphs(device, inputs, self._sampler, sizes)
+        self._group = group or TensorParallelGroup()
+        self.graphs = DecodeGraphs(device, inputs, self._sampler, sizes, self._group)
         self._model: Decoder | None = None
         self._drawn = [
             device.pinned(sizes.num_sequences * _TOKEN_BYTES).view(torch.int32)
@@ -66,11 +70,21 @@ class GpuRunner:
         with torch.inference_mode():
             for batch in batches:
                 logits = model.forward(batch)
+                if self._group.rank > 0:
+                    continue
                 num_rows = len(batch.sample_rows)
                 rows = self._sampler.stage([], num_rows)
                 for is_cut in (False, True):
                     cut = replace(rows, is_cut=is_cut)
                     self._sampler.draw(logits, cut, self._inputs.drawn[:num_rows])
+
+    def graph_rows(
+        self, model: Decoder, batch: BatchInputs, on_kv_written: OnKVWritten | None
+    ) -> int:
+        """See StepRunner."""
+        if model is not self._model or on_kv_written is not None:
+            return 0
+        return self.graphs.find_size(batch.num_tokens) if is_pure_decode(batch) else 0
 
     def launch(
         self, model: Decoder, batch: BatchInputs, sequences: SequenceOf[Sequence],
@@ -82,10 +96,8 @@ class GpuRunner:
         num_rows = len(sequences)
         marks: list[tuple[int, Event]] = []
         logits: torch.Tensor | None = None
-        size = None
-        if model is self._model and on_kv_written is None:
-            size = self.graphs.find_size(num_rows) if is_pure_decode(batch) else None
-        if size is not None:
+        size = self.graph_rows(model, batch, on_kv_written)
+        if size:
             self._inputs.stage_decodes(batch, size)
             rows = self._sampler.stage(sequences, size)
             self.graphs.replay(size, is_cut=rows.is_cut)
@@ -100,6 +112,8 @@ class GpuRunner:
             if len(host_rows) < num_rows:
                 rows = self._sampler.stage(sequences, num_rows)
                 self._sampler.draw(computed, rows, self._inputs.drawn[:num_rows])
+            if num_rows:
+                self._group.broadcast(self._inputs.drawn)
         if host_rows:
             wanted = computed if len(host_rows) == num_rows else computed[list(host_rows)]
             logits = wanted.float().to("cpu", copy=True, non_blocking=True)
@@ -108,6 +122,25 @@ class GpuRunner:
         self._turn = (self._turn + 1) % _MOST_LAUNCHED
         self._num_launched += 1
         return GpuComputing(self, marks, on_kv_written, self._device.record(), drawn, logits)
+
+    def follow(
+        self, model: Decoder, batch: BatchInputs, graph_rows: int,
+        on_kv_written: OnKVWritten | None = None,
+    ) -> GpuComputing:  # fmt: skip
+        """See StepRunner."""
+        assert self._num_launched < _MOST_LAUNCHED
+        assert on_kv_written is None, "only the end of a step says what is in memory"
+        self._device.use()
+        if graph_rows:
+            self._inputs.stage_decodes(batch, graph_rows)
+            self.graphs.replay(graph_rows, is_cut=False)
+            self.num_replayed += 1
+        else:
+            model.forward(batch)
+            if len(batch.sample_rows):
+                self._group.broadcast(self._inputs.drawn)
+        self._num_launched += 1
+        return GpuComputing(self, [], None, self._device.record(), self._drawn[0][:0], None)
 
     def _finished(self) -> None:
         self._num_launched -= 1
@@ -123,6 +156,10 @@ class GpuComputing:
     done: Event
     drawn: torch.Tensor
     logits: torch.Tensor | None
+
+    def is_done(self) -> bool:
+        """See ComputingStep."""
+        return self.done.has_passed()
 
     def finish(self) -> StepOutput:
         """See ComputingStep."""

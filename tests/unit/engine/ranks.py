@@ -54,7 +54,8 @@ class Ranks:
         for thread in self._threads:
             thread.join()
 
-    def _announce(self, batch: BatchInputs) -> None:
+    def _announce(self, batch: BatchInputs, graph_rows: int) -> None:
+        assert not graph_rows
         for batches in self._batches:
             batches.put(batch)
 
@@ -67,4 +68,4 @@ def _load(config: WorkerConfig, rank: int, size: int, port: int, listener: objec
 @torch.inference_mode()
 def _follow(engine: Engine, next_batch: Callable[[], BatchInputs | None]) -> None:
     while (batch := next_batch()) is not None:
-        engine.model.forward(batch)
+        engine.follow(batch, 0).finish()

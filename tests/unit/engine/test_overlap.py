@@ -104,6 +104,20 @@ def test_what_needs_the_host_is_not_run_ahead_of(
     assert _most_launched(alone) == 1 + (sampling.get("min_tokens") is not None)
 
 
+def test_layers_and_outcomes_are_told_of_with_the_number_of_their_step(
+    tiny_llama: TinyLlama,
+) -> None:
+    engine = tiny_llama.engine(overlap=True, kv_layer_groups=2)
+    engine.scheduler.add(new_sequence(random_prompt(20, seed=4), 3))
+    told: list[tuple[int, int]] = []
+    engine.step(lambda chunks, group: told.append((engine.num_steps_done, group)))
+    assert (engine.num_forwards, engine.num_steps_done, told) == (1, 0, [])
+    engine.step()
+    assert (engine.num_forwards, engine.num_steps_done, told) == (2, 1, [(1, 0), (1, 1)])
+    finish_ended(engine)
+    assert engine.num_forwards == engine.num_steps_done == 3
+
+
 def test_warm_up_leaves_no_trace(tiny_llama: TinyLlama) -> None:
     engine = tiny_llama.engine(overlap=True, kv_blocks=8)
     warm_up(engine)

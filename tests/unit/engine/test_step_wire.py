@@ -41,7 +41,7 @@ def test_batches_arrive_as_they_were_at_every_follower() -> None:
 
     def send_all() -> None:
         for batch in batches:
-            send(batch)
+            send(batch, len(batch.sample_rows) // 2)
 
     sender = threading.Thread(target=send_all)  # more than the sockets hold
     sender.start()
@@ -50,8 +50,9 @@ def test_batches_arrive_as_they_were_at_every_follower() -> None:
         for receiver in receivers:
             got = receiver.next(10.0)
             assert got is not None
+            assert got.graph_rows == len(sent.sample_rows) // 2
             for name in _FIELDS:
-                ours, theirs = getattr(sent, name), getattr(got, name)
+                ours, theirs = getattr(sent, name), getattr(got.batch, name)
                 assert ours.dtype == theirs.dtype
                 assert np.array_equal(ours, theirs)
                 assert theirs.flags.writeable
@@ -62,9 +63,9 @@ def test_batches_arrive_as_they_were_at_every_follower() -> None:
         other.close()
 
 
-@pytest.mark.parametrize("num_bytes", [0, 5, 16, 100])
+@pytest.mark.parametrize("num_bytes", [0, 5, 20, 100])
 def test_rank_0_is_gone(num_bytes: int) -> None:
-    data = struct.pack("<4I", 100, 1, 1, 1) + bytes(1000)
+    data = struct.pack("<5I", 100, 1, 1, 1, 0) + bytes(1000)
     end, other = socket.socketpair()
     with end, other:
         end.send(data[:num_bytes])
@@ -76,7 +77,7 @@ def test_rank_0_is_gone(num_bytes: int) -> None:
 def test_sizes_are_capped() -> None:
     end, other = socket.socketpair()
     with end, other:
-        end.send(struct.pack("<4I", 1 << 28, 1, 1, 1))
+        end.send(struct.pack("<5I", 1 << 28, 1, 1, 1, 0))
         with pytest.raises(ValueError, match="a step of"):
             StepReceiver(other).next(None)
 
@@ -100,3 +101,15 @@ def test_progress() -> None:
     assert not progress.has_reached(2, 0)
     assert not progress.has_reached(2, None)
     assert len(num_changes) == 3
+
+
+def test_a_step_begins_before_the_one_before_it_ends() -> None:
+    progress = StepProgress()
+    progress.begin()
+    progress.begin()
+    assert not progress.has_reached(1, None)
+    progress.end()
+    assert progress.has_reached(1, None)
+    assert not progress.has_reached(2, None)
+    progress.end()
+    assert progress.has_reached(2, None)
