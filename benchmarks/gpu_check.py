@@ -33,6 +33,10 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("gpu_check: no CUDA device; --interpret checks the kernels without", file=sys.stderr)
         return 2
+    if options.tune:
+        from engine.backends.gpu import tune
+
+        return tune.main(["--write", "--only", options.only])
     return _Check(options).run()
 
 
@@ -72,9 +76,6 @@ class _Check:
             f"Measured here: copying {floors.bytes_per_s / 1e12:.2f} TB/s (read and written), "
             f"bf16 product of 8192 x 8192 {floors.flops_per_s / 1e12:.0f} TFLOP/s."
         )
-        if self._options.tune:
-            self._tune(watch)
-            return 0
         parts: dict[str, Any] = {
             "kernels": self.kernels,
             "engine": self._engine,
@@ -151,17 +152,6 @@ class _Check:
         title = "1P1D on this card, half a billion parameters, one request at a time"
         self._table(title, hand_off.HEADINGS, rows)
         self._note_failures("hand-off", rows, {"DIFFERS"})
-
-    def _tune(self, watch: Any) -> None:
-        import engine.backends.gpu.tuning as tuning
-        from benchmarks.gpu.kernel_tables import all_timed
-        from benchmarks.gpu.tune import merge_into, tune
-
-        card = tuning.card()
-        assert card is not None
-        path = Path(tuning.__file__).parent / "tuning" / f"{card}.json"
-        merge_into(path, tune(all_timed(self._device, self._options.only), watch))
-        self._say(f"Wrote {path}; compile_check --card {card} must still pass.")
 
     def _note_failures(
         self, part: str, rows: Sequence[Sequence[object]], verdicts: set[str]

@@ -18,15 +18,13 @@ import contextlib
 import contextvars
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 Key = int | str
 Condition = int | str | tuple[int, int]
-Conditions = dict[str, Condition]
-"""What must hold for a key, by its parts' names."""
 _FOLDER = Path(__file__).parent / "tuning"
 _target: contextvars.ContextVar[tuple[int, str | None] | None] = contextvars.ContextVar(
     "_target", default=None
@@ -46,18 +44,13 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Entry(LaunchConfig, frozen=True, kw_only=True):
-    when: Conditions = {}
+    when: dict[str, Condition] = {}
 
     def fits(self, key: dict[str, Key]) -> bool:
         return all(_holds(condition, key.get(name)) for name, condition in self.when.items())
 
 
 _Table = dict[str, list[_Entry]]
-Override = Callable[[str, dict[str, Key]], LaunchConfig | None]
-"""Another configuration for a kernel and a key; None: that of the tables."""
-_override: contextvars.ContextVar[Override | None] = contextvars.ContextVar(
-    "_override", default=None
-)
 
 
 def launch_config(kernel: str, **key: Key) -> LaunchConfig:
@@ -66,9 +59,6 @@ def launch_config(kernel: str, **key: Key) -> LaunchConfig:
     Raises:
         KeyError: No table has an entry for it.
     """
-    override = _override.get()
-    if override is not None and (chosen := override(kernel, dict(key))) is not None:
-        return chosen
     target = _target.get()
     if target is not None:
         return config_of_card(target[1], kernel, capability=target[0], **key)
@@ -84,36 +74,12 @@ def config_of_card(card_name: str | None, kernel: str, **key: Key) -> LaunchConf
     Raises:
         KeyError: No table has an entry for it.
     """
-    entry = _find(card_name, kernel, key)
-    return LaunchConfig(meta=entry.meta, num_warps=entry.num_warps, num_stages=entry.num_stages)
-
-
-def conditions_of(kernel: str, **key: Key) -> Conditions:
-    """Those of the entry that ``launch_config`` takes for this device and ``key``.
-
-    Raises:
-        KeyError: No table has an entry for it.
-    """
-    if (capability := _capability()) is not None:
-        key["capability"] = capability
-    return dict(_find(card(), kernel, key).when)
-
-
-@contextlib.contextmanager
-def overriding(choose: Override) -> Iterator[None]:
-    """Within it, ``launch_config`` asks ``choose`` first."""
-    token = _override.set(choose)
-    try:
-        yield
-    finally:
-        _override.reset(token)
-
-
-def _find(card_name: str | None, kernel: str, key: dict[str, Key]) -> _Entry:
     for table in (_table(card_name), _table("default")):
         for entry in table.get(kernel, ()):
             if entry.fits(key):
-                return entry
+                return LaunchConfig(
+                    meta=entry.meta, num_warps=entry.num_warps, num_stages=entry.num_stages
+                )
     raise KeyError(f"no launch configuration of {kernel} for {key}")
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,10 +21,8 @@ from benchmarks.gpu.case import Case
 from benchmarks.gpu.decode_step import DecodeStep, RandomSource, shape_8b
 from benchmarks.gpu.kernel_tables import error_rows, speed_rows
 from benchmarks.gpu.stopwatch import Floors, Stopwatch, measure_floors
-from benchmarks.gpu.tune import merge_into, tune
 from benchmarks.gpu_check import main
 from engine.backends.gpu.device import HostDevice
-from engine.backends.gpu.tuning import launch_config
 from engine.model_config import ModelConfig
 from engine.weights import open_model
 from engine.weights.expected_tensors import check_tensors
@@ -90,33 +86,6 @@ def test_the_floor_is_the_longer_of_moving_and_computing() -> None:
     measured = measure_floors(Stopwatch(CPU), CPU, copy_bytes=1 << 20, gemm_size=64)
     assert measured.bytes_per_s > 1e6
     assert measured.flops_per_s > 1e6
-
-
-class _BlockWatch:
-    """Larger blocks are faster, and 2048 is the largest that "fits"."""
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        run()
-        block = launch_config("act_mul").meta["BLOCK"]
-        if block > 2048:
-            raise RuntimeError("out of resource")
-        return 1.0 / block
-
-
-def test_tuning_keeps_what_is_faster_and_fits(tmp_path: Path) -> None:
-    case = small_cases.act_case(CPU, 2, 32, "fp32", "silu")
-    watch: object = _BlockWatch()
-    found = tune([case, case], watch, log=lambda line: None)  # type: ignore[arg-type]
-    assert [entry["meta"] for entry in found["act_mul"]] == [{"BLOCK": 2048}]
-    path = tmp_path / "card.json"
-    path.write_text(json.dumps({
-        "act_mul": [{**found["act_mul"][0], "num_warps": 8}],
-        "other": [{"meta": {}, "num_warps": 4, "num_stages": 1}],
-    }))  # fmt: skip
-    merge_into(path, found)
-    table = json.loads(path.read_text())
-    assert table["act_mul"] == json.loads(json.dumps(found["act_mul"]))
-    assert list(table) == ["act_mul", "other"]
 
 
 def test_a_decode_step_runs_in_a_graph_and_without() -> None:
