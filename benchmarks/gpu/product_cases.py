@@ -72,12 +72,13 @@ def dynamic_case(device: torch.device, m: int, n: int, k: int) -> Case:
     values, scales = int8.quantise(weight)
     words = pack(values, 8)
     out = poisoned(m, n, dtype=x.dtype, device=device)
+    tokens = dynamic.QuantisedTokens.allocate(device, m, k)
 
     def run() -> torch.Tensor:
-        return dynamic.int8_matmul_dynamic(x, words, scales, None, out=out)
+        return dynamic.int8_matmul_dynamic(x, words, scales, None, out=out, tokens=tokens)
 
     def expected() -> torch.Tensor:
-        return dynamic.reference(x.double(), words, scales, None)
+        return dynamic.reference(tokens, m, words, scales, None, k)
 
     return Case(
         kernel="int8_matmul_dynamic", inputs=f"m {m}, n {n}, k {k}, bf16",

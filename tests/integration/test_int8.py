@@ -88,6 +88,7 @@ def _engine_perplexity(weights: Weights, kv_dtype: KVDtype, ids: list[int]) -> f
     rows = np.arange(len(ids))
     batch = BatchInputs(
         token_ids=np.asarray(ids, np.int64),
+        token_sources=np.full(len(ids), -1, np.int32),
         positions=rows.astype(np.int32),
         slot_mapping=rows,
         query_starts=np.asarray([0, len(ids)], np.int32),

@@ -24,6 +24,7 @@ def forward(engine: Engine, ids: list[int], start: int) -> torch.Tensor:
     num_blocks = -(-len(ids) // BLOCK_SIZE)
     batch = BatchInputs(
         token_ids=np.asarray(ids[start:], np.int64),
+        token_sources=np.full(len(rows), -1, np.int32),
         positions=rows.astype(np.int32),
         slot_mapping=rows,
         query_starts=np.asarray([0, len(rows)], np.int32),

@@ -40,6 +40,11 @@ class QuantisedTokens:
             torch.empty(num_tokens, dtype=torch.float32, device=device),
         )
 
+    def unpacked(self, num_tokens: int, size: int) -> torch.Tensor:
+        """The values as a matrix, [num_tokens, K = ``size``] int8."""
+        words = self.values[:num_tokens].contiguous().view(torch.int32)
+        return unpack(words.view(num_tokens, -1, WORDS).permute(1, 0, 2), 8, size)
+
 
 @triton.jit
 def quantise_tokens_kernel(
@@ -207,16 +212,21 @@ def quantise_tokens(x: torch.Tensor, tokens: QuantisedTokens) -> None:
 
 
 def reference(
-    x: torch.Tensor, weight_q: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    tokens: QuantisedTokens,
+    num_tokens: int,
+    weight_q: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    size: int,
 ) -> torch.Tensor:
-    """The same in plain torch, in x's type, the activations' rounding included."""
-    amax = x.abs().amax(dim=1, keepdim=True)
-    # the factor as the kernel has it, in float32, or halves would round elsewhere
-    factor = torch.where(amax > 0, 127.0 / amax.to(torch.float32), 0.0)
-    values = (x.to(torch.float32) * factor).round().to(x.dtype)
-    weight = unpack(weight_q, 8, x.shape[1]).to(x.dtype)
-    product = values @ weight.T * (amax / 127) * scales.to(x.dtype)
-    return product if bias is None else product + bias.to(x.dtype)
+    """The product of quantised tokens in float64, [num_tokens, N], with K = ``size``.
+
+    Of the tokens as they were quantised: a value halfway between two may have become either.
+    """
+    weight = unpack(weight_q, 8, size).double() * scales.double()[:, None]
+    values = tokens.unpacked(num_tokens, size).double()
+    product = values * tokens.scales[:num_tokens, None].double() @ weight.T
+    return product if bias is None else product + bias.double()
 
 
 def variants() -> list[Variant]:

@@ -33,7 +33,7 @@ def case(m: int, n: int, k: int, dtype: torch.dtype, *, bias: bool = False) -> N
     tokens.values.fill_(-128)
     tokens.scales.fill_(float("nan"))
     assert int8_matmul_dynamic(x, packed, scales, offsets, out=out, tokens=tokens) is out
-    expected = reference(x.to(torch.float64), packed, scales, offsets)
+    expected = reference(tokens, m, packed, scales, offsets, k)
     largest = expected.abs().amax(dim=1, keepdim=True)
     error = (out.to(torch.float64) - expected).abs() / largest.clamp(min=1e-30)
     assert float(error.max()) <= ROUNDING[dtype]  # NaN fails
@@ -61,8 +61,7 @@ def test_quantised_tokens_are_within_half_a_step(k: int) -> None:
     x[2] = 0.0
     tokens = QuantisedTokens.allocate(x.device, 4, k)
     quantise_tokens(x, tokens)
-    words = tokens.values.view(torch.int32).view(4, -1, 16).permute(1, 0, 2)
-    values = int8_matmul.unpack(words, 8, k)
+    values = tokens.unpacked(4, k)
     assert torch.equal(values[2], torch.zeros(k, dtype=torch.int8))
     error = (values * tokens.scales[:, None] - x).abs()
     assert bool((error <= tokens.scales[:, None] * 0.5001).all())
