@@ -11,6 +11,7 @@ from kvtransfer.faults import Faults, FaultySend, FaultyTransport
 from kvtransfer.layout import BlockLayout, Heads
 from kvtransfer.outbox import Send
 from kvtransfer.pool import BlockMemory
+from kvtransfer.rank_names import rank_peer
 from kvtransfer.shm_transport import host_id
 from kvtransfer.staging import StagingBlocks
 from kvtransfer.transport import Transport
@@ -63,7 +64,7 @@ def open_data_plane(
     mapping: SharedMapping | None,
     epoch: int,
     *,
-    peer_id: str = "",
+    rank: int = 0,
     heads: Heads | None = None,
 ) -> DataPlane:
     """Make the transport that the configuration names over the KV cache.
@@ -74,14 +75,14 @@ def open_data_plane(
         raw: The cache's memory: these blocks, then ``config.num_staging_blocks`` more.
         mapping: What ``raw`` lies in, see ``BlockMemory``.
         epoch: This start of the worker.
-        peer_id: What this rank is called; empty: as the worker.
+        rank: Whose cache it is, of the worker's ranks.
         heads: Which of the model's KV heads this rank holds; None: all.
 
     Raises:
         TransportError: the transport can't be had here.
         ConfigError: the cache is a GPU's, and its KV can't be compressed on its way.
     """
-    peer_id = peer_id or config.worker_id
+    peer_id = rank_peer(config.worker_id, rank) if rank else config.worker_id
     layout = BlockLayout(
         num_rows=2 * geometry.num_layers,
         heads=heads or Heads(start=0, stop=geometry.num_kv_heads),

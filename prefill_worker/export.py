@@ -5,7 +5,6 @@ from __future__ import annotations
 from engine.engine import Engine
 from kvtransfer.data_plane import DataPlane, open_data_plane
 from kvtransfer.outbox import Send
-from kvtransfer.rank_names import rank_peer
 from kvtransfer.sender import TransferSender
 from mesh.config import WorkerConfig
 
@@ -22,8 +21,7 @@ def open_rank(config: WorkerConfig, engine: Engine, epoch: int) -> DataPlane:
     memory = engine.kv_memory
     return open_data_plane(
         config, engine.kv_spec, memory.buffer, memory.mapping, epoch,
-        peer_id=rank_peer(config.worker_id, engine.group.rank) if engine.group.rank else "",
-        heads=engine.shard.kv_heads,
+        rank=engine.group.rank, heads=engine.shard.kv_heads,
     )  # fmt: skip
 
 

@@ -35,15 +35,23 @@ class DenseLinear:
         return torch.nn.functional.linear(x, self.weight, self._bias)
 
 
-class Int8Linear:
-    """Implements ``Linear`` with 8-bit weights and a scale per output (W8A16)."""
+class PackedLinear:
+    """Implements ``Linear`` with weights of few bits and activations as they are.
+
+    8 bits have a scale per output (W8A16), 4 bits one per group of inputs (W4A16).
+    """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, workspace: SplitWorkspace
+        self, weight: torch.Tensor, bias: torch.Tensor | None, bits: int, workspace: SplitWorkspace
     ) -> None:
-        """Quantise [out, in] float32."""
-        values, self._scales = quantise_int8(weight)
-        self._words = pack(values, 8)
+        """Quantise [out, in] float32; for 4 bits ``in`` is whole groups of 32."""
+        if bits == 4:
+            group = next(group for group in _INT4_GROUPS if weight.shape[1] % group == 0)
+            values, self._scales = quantise_int4(weight, group)
+        else:
+            values, self._scales = quantise_int8(weight)
+        self._product = int4_matmul if bits == 4 else int8_matmul
+        self._words = pack(values, bits)
         self._bias = bias
         self._workspace = workspace
         self._num_outputs = weight.shape[0]
@@ -52,30 +60,7 @@ class Int8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
         out = x.new_empty(x.shape[0], self._num_outputs)
-        return int8_matmul(
-            x, self._words, self._scales, self._bias, out=out, workspace=self._workspace
-        )
-
-
-class Int4Linear:
-    """Implements ``Linear`` with 4-bit weights and a scale per group of inputs (W4A16)."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, workspace: SplitWorkspace
-    ) -> None:
-        """Quantise [out, in] float32; ``in`` is whole groups of 32."""
-        group = next(group for group in _INT4_GROUPS if weight.shape[1] % group == 0)
-        values, self._scales = quantise_int4(weight, group)
-        self._words = pack(values, 4)
-        self._bias = bias
-        self._workspace = workspace
-        self._num_outputs = weight.shape[0]
-        self.num_bytes = self._words.nbytes + self._scales.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
-        out = x.new_empty(x.shape[0], self._num_outputs)
-        return int4_matmul(
+        return self._product(
             x, self._words, self._scales, self._bias, out=out, workspace=self._workspace
         )
 
@@ -132,12 +117,10 @@ class LinearMaker:
         if bias is not None:
             bias = bias.to(self._device, self._dtype)
         match scheme:
-            case "int8":
+            case "int8" | "int4":
                 assert self._workspace is not None
-                return Int8Linear(weight.to(self._device), bias, self._workspace)
-            case "int4":
-                assert self._workspace is not None
-                return Int4Linear(weight.to(self._device), bias, self._workspace)
+                bits = 4 if scheme == "int4" else 8
+                return PackedLinear(weight.to(self._device), bias, bits, self._workspace)
             case "w8a8":
                 return DynamicInt8Linear(weight.to(self._device), bias)
             case _:
@@ -154,7 +137,7 @@ class LinearMaker:
         table = embedding.to(self._device, self._dtype)
         if self._workspace is not None:
             weight = embedding if head is None else head
-            quantised = Int8Linear(weight.to(self._device), None, self._workspace)
+            quantised = PackedLinear(weight.to(self._device), None, 8, self._workspace)
             return DenseEmbedding(table, shared=False), quantised
         if head is None:
             return DenseEmbedding(table, shared=True), DenseLinear(table, None)

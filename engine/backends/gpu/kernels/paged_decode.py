@@ -20,12 +20,15 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.backends.gpu.kernels import varlen_prefill
 from engine.backends.gpu.kernels.paged_tile import (
     LOWEST,
     V_SCALE_LIFT,
     VARIANT_DTYPES,
     as_pairs,
     dot_dtype_of,
+    in_base_2,
+    scale_strides,
     soft_capped,
     tile_mask,
     tuning_key,
@@ -273,18 +276,15 @@ def paged_decode(
     config = config or launch_config("paged_decode", **tuning_key(dot, keys.dtype, head_dim))
     partial = workspace[: batch * num_q_heads * num_splits * head_dim]
     lse = workspace[partial.numel() :]
-    log2e = math.log2(math.e)
-    score_scale = scale * log2e * (2.0 / softcap if softcap else 1.0)
-    scales_stride = (0, 0) if k_scales is None else (k_scales.stride(0), k_scales.stride(1))
     if k_scales is not None:
         keys, values = as_pairs(keys), as_pairs(values)
     _paged_decode_kernel[(num_kv_heads, num_splits, batch)](
         q, keys, values,
         workspace if k_scales is None else k_scales, workspace if v_scales is None else v_scales,
         block_tables, context_lens, out, partial, lse,
-        score_scale, softcap * log2e, window,
+        *in_base_2(scale, softcap), window,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        keys.stride(0), keys.stride(1), *scales_stride, block_tables.stride(0),
+        keys.stride(0), keys.stride(1), *scale_strides(k_scales), block_tables.stride(0),
         GROUP=group, GROUP_PADDED=max(_LEAST_DOT_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
         MIN_TILES=max(1, MIN_SPLIT_KEYS // config.meta["BLOCK_N"]),
@@ -308,14 +308,9 @@ def reference(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """Attention of one sequence's query [Hq, D] over its keys and values [context, Hkv, D]."""
-    context_len, num_kv_heads, _ = keys.shape
-    first = max(0, context_len - window) if window else 0
-    group = q.shape[0] // num_kv_heads
-    wide = [part[first:].repeat_interleave(group, dim=1) for part in (keys, values)]
-    scores = torch.einsum("hd,nhd->hn", q, wide[0]) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    return torch.einsum("hn,nhd->hd", scores.softmax(-1), wide[1])
+    return varlen_prefill.reference(
+        q[None], keys, values, scale=scale, window=window, softcap=softcap
+    )[0]
 
 
 def variants() -> list[Variant]:

@@ -7,6 +7,8 @@ elements is loaded from shared memory in whole vectors, transposed where it must
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -80,3 +82,14 @@ def tuning_key(dot: tl.dtype, stored: torch.dtype, head_dim: int) -> dict[str, K
     """What the tuning tables go by: the cache's dtype, what it is multiplied in, the padded D."""
     kv = "int8" if stored == torch.int8 else _NAMES[_TRITON_DTYPES[stored]]
     return {"kv": kv, "dot": _NAMES[dot], "head_dim": triton.next_power_of_2(head_dim)}
+
+
+def in_base_2(scale: float, softcap: float) -> tuple[float, float]:
+    """What scores are multiplied by for ``exp2`` (``soft_capped``, with a cap), and that cap."""
+    log2e = math.log2(math.e)
+    return scale * log2e * (2.0 / softcap if softcap else 1.0), softcap * log2e
+
+
+def scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
+    """Of int8's scales, by block and head."""
+    return (0, 0) if scales is None else (scales.stride(0), scales.stride(1))

@@ -13,8 +13,6 @@ online, in base 2.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +23,8 @@ from engine.backends.gpu.kernels.paged_tile import (
     VARIANT_DTYPES,
     as_pairs,
     dot_dtype_of,
+    in_base_2,
+    scale_strides,
     soft_capped,
     tile_mask,
     tuning_key,
@@ -264,8 +264,6 @@ def varlen_prefill(
     config = config or launch_config("varlen_prefill", rows=rows, plain=plain, **key)
     tokens_per_tile = config.meta["BLOCK_M"] // group
     assert tokens_per_tile > 0
-    scales_stride = (0, 0) if k_scales is None else (k_scales.stride(0), k_scales.stride(1))
-    log2e = math.log2(math.e)
     if k_scales is not None:
         keys, values = as_pairs(keys), as_pairs(values)
     # Every chunk ends in at most one tile that is not full.
@@ -274,9 +272,9 @@ def varlen_prefill(
         q, keys, values,
         q if k_scales is None else k_scales, q if v_scales is None else v_scales,
         query_starts, context_lens, block_tables, out, num_sequences,
-        scale * log2e * (2.0 / softcap if softcap else 1.0), softcap * log2e, window,
+        *in_base_2(scale, softcap), window,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        keys.stride(0), keys.stride(1), *scales_stride, block_tables.stride(0),
+        keys.stride(0), keys.stride(1), *scale_strides(k_scales), block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
         QUANTISED=k_scales is not None, SOFTCAP=softcap > 0.0, WINDOWED=window > 0, DOT=dot,
         num_warps=config.num_warps, num_stages=config.num_stages, **config.meta,
