@@ -1,4 +1,4 @@
-"""CPU backend: numba kernels, some of them LLVM IR, beside torch's fp32 matrix multiplication.
+"""CPU backend: numba kernels, some of them LLVM IR written out.
 
 numba's cache of compiled kernels watches only the file that a kernel stands in, but kernels here
 are inlined into each other: the cache's folder is named after all sources, so an upgrade starts
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch  # loads the OpenMP runtime that numba's threading layer then shares
 
+from engine.backends.cpu.level import LEVEL  # before numba, which reads what it sets
+
 os.environ.setdefault("NUMBA_THREADING_LAYER", "omp")
 
 from numba.core import config
@@ -24,4 +26,4 @@ if not config.CACHE_DIR and os.access(_existing, os.W_OK):  # type: ignore[attr-
     _name = f"kernels-{hashlib.sha256(_sources).hexdigest()[:16]}"
     config.CACHE_DIR = str(_CACHES / _name)  # type: ignore[attr-defined]
 
-__all__ = ["torch"]
+__all__ = ["LEVEL", "torch"]
