@@ -22,7 +22,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from engine.backends.cpu.intrinsics import copy_as_float32, exp_f32, inner
+from engine.backends.cpu.intrinsics import copy_as_float32, exp_f32, inner, softmax_row
 from engine.backends.cpu.microkernel import TILE_ROWS, TILE_VECTORS, fma_rows
 from engine.backends.cpu.vector_ir import LANES
 from engine.batch import BatchInputs
@@ -93,8 +93,8 @@ def _score_block(query: Any, num_rows: Any, keys: Any, scores: Any, first: Any) 
     dim, block_size = keys.shape
     for column in range(0, block_size, LANES):
         fma_rows(
-            1, 0, num_rows, keys, query.ctypes.data, dim,
-            keys.ctypes.data + column * keys.itemsize, block_size,
+            1, TILE_ROWS, 0, num_rows, keys, query.ctypes.data, dim,
+            keys.ctypes.data + column * keys.itemsize, block_size, LANES,
             scores.ctypes.data + (first + column) * 4, scores.shape[1], dim,
         )  # fmt: skip
 
@@ -109,15 +109,15 @@ def _add_values(
     column = 0
     while column + TILE_VECTORS * LANES <= dim:
         fma_rows(
-            TILE_VECTORS, 1, num_rows, values, at, scores.shape[1],
-            values.ctypes.data + column * values.itemsize, dim,
+            TILE_VECTORS, TILE_ROWS, 1, num_rows, values, at, scores.shape[1],
+            values.ctypes.data + column * values.itemsize, dim, LANES,
             acc.ctypes.data + column * 4, dim, num_keys,
         )  # fmt: skip
         column += TILE_VECTORS * LANES
     while column < dim:
         fma_rows(
-            1, 1, num_rows, values, at, scores.shape[1],
-            values.ctypes.data + column * values.itemsize, dim,
+            1, TILE_ROWS, 1, num_rows, values, at, scores.shape[1],
+            values.ctypes.data + column * values.itemsize, dim, LANES,
             acc.ctypes.data + column * 4, dim, num_keys,
         )  # fmt: skip
         column += LANES
@@ -133,30 +133,16 @@ def _apply_scales(scores: Any, num_rows: Any, first: Any, scales: Any) -> None:
 
 
 @inner
-def _softmax_row(
+def _weigh_row(
     scores: Any, low: Any, high: Any, row: Any, maxima: Any, sums: Any, acc: Any
 ) -> None:
-    """Turn a row's scores into weights relative to its largest score so far.
-
-    Keys outside ``low`` … ``high`` may hold anything, NaN included; their weight is 0.
-    """
+    """Turn a row's scores into weights, and bring what was summed before to the same scale."""
     if high <= low:
-        for k in range(scores.shape[0]):
-            scores[k] = 0.0
+        scores[:] = np.float32(0.0)
         return
-    top = maxima[row]
-    for k in range(scores.shape[0]):
-        inside = low <= k and k < high
-        top = max(top, scores[k] if inside else _NEG_INF)
+    top, total = softmax_row(scores, low, high, maxima[row])
     rescale = exp_f32(maxima[row] - top)
     maxima[row] = top
-    total = np.float32(0.0)
-    for k in range(scores.shape[0]):
-        inside = low <= k and k < high
-        weight = exp_f32(min(scores[k] - top, np.float32(0.0)))
-        weight = weight if inside else np.float32(0.0)
-        scores[k] = weight
-        total += weight
     sums[row] = sums[row] * rescale + total
     if rescale != np.float32(1.0):
         of_row = acc[row]
@@ -177,9 +163,7 @@ def _store_output(acc: Any, sums: Any, head: Any, group: Any, out: Any) -> None:
                 target[d] = source[d] * inverse
 
 
-@numba.njit(
-    parallel=True, nogil=True, cache=True, fastmath=True, boundscheck=False, error_model="numpy"
-)
+@numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def paged_attention(
     qkv: Any, keys: Any, values: Any, scales: Any, layer: Any, block_tables: Any,
     tile_sequence: Any, tile_row: Any, tile_tokens: Any, tile_position: Any, bounds: Any,
@@ -240,7 +224,7 @@ def paged_attention(
                     position = pos0 + row // group
                     low = max(0, position - window + 1 - key0) if window > 0 else 0
                     high = min(span_keys, position + 1 - key0)
-                    _softmax_row(scores[row], low, high, row, maxima, sums, acc)
+                    _weigh_row(scores[row], low, high, row, maxima, sums, acc)
                 for index in range(begin, end):
                     first = index * block_size - key0
                     used = min(block_size, num_keys - index * block_size)

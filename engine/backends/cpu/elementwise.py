@@ -7,7 +7,13 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine.backends.cpu.intrinsics import exp_f32, inner, store_float32
+from engine.backends.cpu.intrinsics import (
+    exp_f32,
+    inner,
+    largest_magnitude,
+    store_float32,
+    sum_of_squares,
+)
 
 _GELU_LINEAR = np.float32(2 * 0.7978845608028654)
 _GELU_CUBIC = np.float32(2 * 0.7978845608028654 * 0.044715)
@@ -18,10 +24,7 @@ SERIAL_ELEMENTS = 1 << 15
 @inner
 def _norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
     size = x.shape[0]
-    total = np.float32(0.0)
-    for i in range(size):
-        total += x[i] * x[i]
-    factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+    factor = np.float32(1.0) / np.sqrt(sum_of_squares(x) / np.float32(size) + eps)
     for i in range(size):
         out[i] = x[i] * factor * weight[i]
 
@@ -29,12 +32,9 @@ def _norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
 @inner
 def _add_norm_row(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None:
     size = x.shape[0]
-    total = np.float32(0.0)
     for i in range(size):
-        value = x[i] + residual[i]
-        residual[i] = value
-        total += value * value
-    factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+        residual[i] += x[i]
+    factor = np.float32(1.0) / np.sqrt(sum_of_squares(residual) / np.float32(size) + eps)
     for i in range(size):
         out[i] = residual[i] * factor * weight[i]
 
@@ -77,9 +77,7 @@ def _store_row(x: Any, stored: Any, scales: Any, index: Any) -> None:
     """Write one K or V row in the cache's format; int8 rows get a scale of their own."""
     dim = stored.shape[0]
     if stored.itemsize == 1:
-        largest = np.float32(0.0)
-        for d in range(dim):
-            largest = max(largest, abs(x[d]))
+        largest = largest_magnitude(x)
         scales[index] = largest * np.float32(1.0 / 127.0)
         inverse = np.float32(127.0) / max(largest, np.float32(1e-30))
         for d in range(dim):

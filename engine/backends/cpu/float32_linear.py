@@ -1,21 +1,79 @@
-"""Matrix multiplication and embedding in float32, through torch."""
+"""Matrix multiplication and embedding in float32.
+
+A product is one chain of fused multiply-adds over k per element, whatever rows are computed beside
+it: a library's choice of kernel depends on their number, and with it the last bits.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from engine.backends.cpu.microkernel import TILE_ROWS, fma_rows
+from engine.backends.cpu.vector_ir import LANES
+
+_ONE_ROW_BLOCKS = 4
+_FEW_ROWS_BLOCKS = 2
+_FEW_ROWS = 3
+
+
+@numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
+def _matmul(x: Any, packed: Any, out: Any, threads: Any) -> None:
+    """out [T, 16 B] = x [T, K] · packed [B, K, 16]; threads split the blocks."""
+    rows, size = x.shape
+    blocks = packed.shape[0]
+    width = out.shape[1]
+    for thread in numba.prange(threads):
+        block = blocks * thread // threads
+        last = blocks * (thread + 1) // threads
+        while block < last:
+            b = packed.ctypes.data + block * size * LANES * 4
+            c = out.ctypes.data + block * LANES * 4
+            a = x.ctypes.data
+            # Few rows are too few independent sums: take more columns at once.
+            if rows == 1 and block + _ONE_ROW_BLOCKS <= last:
+                fma_rows(
+                    _ONE_ROW_BLOCKS, 1, 0, rows, packed, a, size, b, LANES, size * LANES,
+                    c, width, size,
+                )  # fmt: skip
+                block += _ONE_ROW_BLOCKS
+            elif rows <= _FEW_ROWS and block + _FEW_ROWS_BLOCKS <= last:
+                fma_rows(
+                    _FEW_ROWS_BLOCKS, _FEW_ROWS, 0, rows, packed, a, size, b, LANES,
+                    size * LANES, c, width, size,
+                )  # fmt: skip
+                block += _FEW_ROWS_BLOCKS
+            else:
+                fma_rows(
+                    1, TILE_ROWS, 0, rows, packed, a, size, b, LANES, size * LANES, c, width, size
+                )
+                block += 1
 
 
 class Float32Linear:
-    """``x @ weight.T + bias`` in float32."""
+    """``x @ weight.T + bias`` in float32; keeps the weights in blocks of 16 columns."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight.contiguous()
+        """Pack [out, in]."""
+        self._out_features, in_features = weight.shape
+        blocks = -(-self._out_features // LANES)
+        self.packed: npt.NDArray[np.float32] = np.zeros((blocks, in_features, LANES), np.float32)
+        for block, columns in enumerate(weight.split(LANES)):
+            self.packed[block, :, : len(columns)] = columns.numpy().T
         self._bias = bias
-        self.num_bytes = weight.numel() * 4
+        self.num_bytes = self.packed.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] → [T, out]."""
-        return torch.nn.functional.linear(x, self._weight, self._bias)
+        out = torch.empty(x.shape[0], self.packed.shape[0] * LANES)
+        _matmul(x.numpy(), self.packed, out.numpy(), numba.get_num_threads())
+        if out.shape[1] != self._out_features:
+            out = out[:, : self._out_features].contiguous()
+        return out if self._bias is None else out.add_(self._bias)
 
 
 class Float32Embedding:

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.backends.cpu.vector_ir import F32, I64, LANES, V16F16, V16F32, V16I32, load
+from engine.backends.cpu.vector_ir import (
+    F32,
+    I64,
+    LANES,
+    V16F16,
+    V16F32,
+    V16I32,
+    call,
+    constant,
+    exp,
+    fma,
+    fold,
+    larger,
+    load,
+    splat,
+)
 
 inner = numba.njit(
     nogil=True,
     cache=True,
-    fastmath=True,
     boundscheck=False,
     error_model="numpy",  # Python's check for division by zero keeps loops from vectorising
 )
-"""Decorates the parts that kernels inline."""
+"""Decorates the parts that kernels inline.
 
-
-@intrinsic
-def int32_as_float32(typingctx: Any, value: Any) -> Any:
-    """Reinterpret the bits of an int32 as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
+Without fast-math: what LLVM may reorder or fuse, it reorders and fuses differently at each level,
+and in code that it optimises once or twice (freshly compiled or from the cache).
+"""
 
 
 def widen(builder: Any, address: Any, kind: Any) -> Any:
@@ -104,26 +112,124 @@ def store_float32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     return types.void(array, types.intp, types.float32), codegen
 
 
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HI = np.float32(0.693359375)
-_LN2_LO = np.float32(-2.12194440e-4)
-_LIMIT = np.float32(87.0)
-_P0 = np.float32(1.9875691500e-4)
-_P1 = np.float32(1.3981999507e-3)
-_P2 = np.float32(8.3334519073e-3)
-_P3 = np.float32(4.1665795894e-2)
-_P4 = np.float32(1.6666665459e-1)
-_P5 = np.float32(5.0000001201e-1)
-_ONE = np.float32(1.0)
-_HALF = np.float32(0.5)
+@intrinsic
+def exp_f32(typingctx: Any, x: Any) -> Any:
+    """See ``vector_ir.exp``; without branches, so that loops over it vectorise."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return exp(builder, args[0])
+
+    return types.float32(types.float32), codegen
 
 
-@numba.njit(inline="always", fastmath={"contract", "arcp", "nsz"})
-def exp_f32(x: float) -> float:
-    """e^x, relative error below 2e-7 (Cephes ``expf``), without branches; x is held in ±87."""
-    x = min(max(np.float32(x), -_LIMIT), _LIMIT)
-    n = np.floor(x * _LOG2E + _HALF)
-    r = x - n * _LN2_HI - n * _LN2_LO
-    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-    p = p * r * r + r + _ONE
-    return p * int32_as_float32(np.int32((np.int32(n) + np.int32(127)) << 23))
+@intrinsic
+def sum_of_squares(typingctx: Any, values: Any) -> Any:
+    """Σ x² of a contiguous float32 array, in one order at every level."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _reduce(
+            context, builder, values, args[0],
+            turn=lambda total, x: fma(builder, x, x, total), combine=builder.fadd,
+        )  # fmt: skip
+
+    return types.float32(values), codegen
+
+
+@intrinsic
+def largest_magnitude(typingctx: Any, values: Any) -> Any:
+    """max |x| of a contiguous float32 array."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def magnitude(x: Any) -> Any:
+            suffix = "v16f32" if isinstance(x.type, ir.VectorType) else "f32"
+            return call(builder, f"llvm.fabs.{suffix}", x.type, x)
+
+        return _reduce(
+            context, builder, values, args[0],
+            turn=lambda most, x: larger(builder, magnitude(x), most),
+            combine=lambda left, right: larger(builder, left, right),
+        )  # fmt: skip
+
+    return types.float32(values), codegen
+
+
+def _reduce(
+    context: Any, builder: Any, kind: Any, array: Any, *, turn: Callable[[Any, Any], Any],
+    combine: Callable[[Any, Any], Any],
+) -> Any:  # fmt: skip
+    """16 running results from 0, folded in one order, then the elements that are left over.
+
+    ``turn(result, element)`` and ``combine(result, result)`` are called with vectors and scalars.
+    """
+    struct = context.make_array(kind)(context, builder, array)
+    (size,) = cgutils.unpack_tuple(builder, struct.shape, 1)
+    start = builder.ptrtoint(struct.data, I64)
+
+    def over(count: Any, first: Any, initial: Any, stride: int) -> Any:
+        result = cgutils.alloca_once_value(builder, initial)
+        with cgutils.for_range(builder, count) as loop:
+            at = builder.add(first, builder.mul(loop.index, ir.Constant(I64, stride)))
+            element = load(builder, at, initial.type, 4)
+            builder.store(turn(builder.load(result), element), result)
+        return builder.load(result)
+
+    lanes, four = ir.Constant(I64, LANES), ir.Constant(I64, 4)
+    num_vectors = builder.sdiv(size, lanes)
+    whole = over(num_vectors, start, constant(V16F32, 0.0), 4 * LANES)
+    done = builder.mul(num_vectors, lanes)
+    rest = builder.add(start, builder.mul(done, four))
+    return over(builder.sub(size, done), rest, fold(builder, whole, combine), 4)
+
+
+@intrinsic
+def softmax_row(typingctx: Any, scores: Any, low: Any, high: Any, largest: Any) -> Any:
+    """Turn a row of scores into weights relative to its largest score so far.
+
+    Keys outside ``low`` … ``high`` may hold anything, NaN included; their weight is 0. Takes a
+    contiguous row whose size is a multiple of 16, and the largest score before. Returns (the
+    largest score now, the sum of the weights).
+    """
+    kind = types.UniTuple(types.float32, 2)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        struct = context.make_array(scores)(context, builder, args[0])
+        (size,) = cgutils.unpack_tuple(builder, struct.shape, 1)
+        start = builder.ptrtoint(struct.data, I64)
+        indices = ir.VectorType(I64, LANES)
+        first, last = (splat(builder, bound, indices) for bound in args[1:3])
+        every = ir.Constant(indices, list(range(LANES)))
+        lanes = ir.Constant(I64, LANES)
+
+        def each_vector(step: Callable[[Any, Any, Any], None]) -> None:
+            """Call ``step(address, scores, which of them are inside)``."""
+            with cgutils.for_range(builder, builder.sdiv(size, lanes)) as loop:
+                base = builder.mul(loop.index, lanes)
+                index = builder.add(splat(builder, base, indices), every)
+                inside = builder.and_(
+                    builder.icmp_signed(">=", index, first), builder.icmp_signed("<", index, last)
+                )
+                at = builder.add(start, builder.mul(base, ir.Constant(I64, 4)))
+                step(at, load(builder, at, V16F32, 4), inside)
+
+        top = cgutils.alloca_once_value(builder, splat(builder, args[3], V16F32))
+        total = cgutils.alloca_once_value(builder, constant(V16F32, 0.0))
+
+        def find_largest(at: Any, values: Any, inside: Any) -> None:
+            before = builder.load(top)
+            builder.store(larger(builder, builder.select(inside, values, before), before), top)
+
+        each_vector(find_largest)
+        now = fold(builder, builder.load(top), lambda left, right: larger(builder, left, right))
+        reference = splat(builder, now, V16F32)
+
+        def weigh(at: Any, values: Any, inside: Any) -> None:
+            below = builder.select(inside, builder.fsub(values, reference), constant(V16F32, 0.0))
+            weights = builder.select(inside, exp(builder, below), constant(V16F32, 0.0))
+            builder.store(weights, builder.inttoptr(at, V16F32.as_pointer()), align=4)
+            builder.store(builder.fadd(builder.load(total), weights), total)
+
+        each_vector(weigh)
+        summed = fold(builder, builder.load(total), builder.fadd)
+        return context.make_tuple(builder, kind, (now, summed))
+
+    return kind(scores, types.intp, types.intp, types.float32), codegen

@@ -15,8 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.backends.cpu.byte_products import GROUP, byte_products
 from engine.backends.cpu.elementwise import SERIAL_ELEMENTS
-from engine.backends.cpu.quantized_tile import COLUMNS, GROUP, chunk_bytes, quantized_tile
+from engine.backends.cpu.intrinsics import inner, largest_magnitude
+from engine.backends.cpu.level import LEVEL
+from engine.backends.cpu.quantized_tile import COLUMNS, chunk_bytes, quantized_rows
 from mesh.errors import ConfigError
 
 
@@ -65,21 +68,35 @@ def pack(weight: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
     return packed
 
 
-@numba.njit(nogil=True, cache=True, fastmath=True, boundscheck=False, error_model="numpy")
+@inner
+def _rounded(value: Any) -> Any:
+    """To the nearest integer, halves away from zero."""
+    return np.int32(value + (np.float32(0.5) if value >= 0 else np.float32(-0.5)))
+
+
+@inner
 def quantize_row(x: Any, codes: Any, scales: Any, sums: Any) -> None:
-    """One activation row [K] → int8 codes [K], per-group scale [K / 32] and ``scale * Σ codes``."""
+    """One activation row [K] → codes [K], per-group scale [K / 32] and ``scale * Σ codes``.
+
+    Codes are int8, or int16 with those of a group's even k first (see ``byte_products``).
+    """
     for group in range(scales.shape[0]):
         base = group * GROUP
-        largest = np.float32(0.0)
-        for i in range(GROUP):
-            largest = max(largest, abs(x[base + i]))
+        largest = largest_magnitude(x[base : base + GROUP])
         inverse = np.float32(127.0) / max(largest, np.float32(1e-30))
         total = np.int32(0)
-        for i in range(GROUP):
-            value = x[base + i] * inverse
-            code = np.int32(value + (np.float32(0.5) if value >= 0 else np.float32(-0.5)))
-            codes[base + i] = np.int8(code)
-            total += code
+        if codes.itemsize == 1:
+            for i in range(GROUP):
+                code = _rounded(x[base + i] * inverse)
+                codes[base + i] = code
+                total += code
+        else:
+            for i in range(GROUP // 2):
+                even = _rounded(x[base + 2 * i] * inverse)
+                odd = _rounded(x[base + 2 * i + 1] * inverse)
+                codes[base + i] = even
+                codes[base + GROUP // 2 + i] = odd
+                total += even + odd
         scale = largest * np.float32(1.0 / 127.0)
         scales[group] = scale
         sums[group] = scale * np.float32(total)
@@ -107,7 +124,7 @@ def _matmul_kernel(bits: int) -> Any:
         else:
             for r in numba.prange(rows):
                 quantize_row(x[r], codes[r], scales[r], sums[r])
-        a_row = codes.shape[1]
+        a_row = codes.shape[1] * codes.itemsize
         s_row = scales.shape[1] * 4
         c_row = out.shape[1] * 4
         for thread in numba.prange(threads):
@@ -119,28 +136,7 @@ def _matmul_kernel(bits: int) -> Any:
                 sum_a = sums.ctypes.data
                 w = packed.ctypes.data + block * groups * CHUNK
                 c = out.ctypes.data + block * COLUMNS * 4
-                left = rows
-                while left > 0:
-                    if left >= 12:
-                        quantized_tile(12, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
-                        done = 12
-                    elif left >= 8:
-                        quantized_tile(8, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
-                        done = 8
-                    elif left >= 4:
-                        quantized_tile(4, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
-                        done = 4
-                    elif left >= 2:
-                        quantized_tile(2, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
-                        done = 2
-                    else:
-                        quantized_tile(1, BITS, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
-                        done = 1
-                    left -= done
-                    a += done * a_row
-                    sa += done * s_row
-                    sum_a += done * s_row
-                    c += done * c_row
+                quantized_rows(BITS, rows, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
 
     return matmul
 
@@ -173,12 +169,13 @@ class QuantizedLinear:
         self.packed = pack(weight, bits)
         self._bias = bias
         self._kernel = _matmul_kernel(bits)
+        self._activation_dtype = byte_products(LEVEL, bits).activation_dtype
         self.num_bytes = self.packed.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] → [T, out] float32."""
         rows, groups = x.shape[0], self._in_features // GROUP
-        codes = np.empty((rows, self._in_features), np.int8)
+        codes = np.empty((rows, self._in_features), self._activation_dtype)
         scales = np.empty((2, rows, groups), np.float32)
         out = torch.empty(rows, self.packed.shape[0] * COLUMNS)
         self._kernel(

@@ -11,44 +11,34 @@ Weights of 16 columns lie contiguously, one chunk per group, as they are read::
 
     | 16 x sw (fp16) | 16 x m (fp16) | 8 vectors of 64 bytes: (k..k+3) of column 0, of column 1, … |
 
-4-bit chunks hold 4 vectors: low nibbles are vectors 0-3, high nibbles vectors 4-7. On x86 with VNNI
-a vector step is one ``vpdpbusd``; elsewhere LLVM lowers the same sums to what the machine has.
+4-bit chunks hold 4 vectors: low nibbles are vectors 0-3, high nibbles vectors 4-7.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.backends.cpu.byte_products import GROUP, ByteProducts, byte_products, group_sums
+from engine.backends.cpu.level import LEVEL
 from engine.backends.cpu.vector_ir import (
     F32,
-    I8,
-    I32,
     I64,
     LANES,
-    V16F16,
-    V16F32,
-    V16I32,
     accumulate,
+    constant,
     fma,
+    for_balanced_rows,
+    for_rows,
     load,
     splat,
 )
 
-GROUP = 32
-"""Consecutive k that share a scale."""
 COLUMNS = LANES
-_STEPS = GROUP // 4
 _HEADER_BYTES = 2 * COLUMNS * 2
-
-_V64I8 = ir.VectorType(I8, 64)
-_V64I32 = ir.VectorType(I32, 64)
 
 
 def chunk_bytes(bits: int) -> int:
@@ -56,104 +46,90 @@ def chunk_bytes(bits: int) -> int:
     return _HEADER_BYTES + COLUMNS * GROUP * bits // 8
 
 
-@lru_cache
-def has_vnni() -> bool:
-    """Whether the host multiplies bytes in one instruction on 512-bit vectors."""
-    features = llvm.get_host_cpu_features()
-    return bool(features.get("avx512vnni") and features.get("avx512f"))
-
-
-def _every(builder: Any, value: Any, first: int) -> Any:
-    """Elements first, first + 4, … of a vector of 64."""
-    mask = ir.Constant(V16I32, list(range(first, 64, 4)))
-    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
-
-
-def _dot4(builder: Any, total: Any, codes: Any, activations: Any) -> Any:
-    """total[n] += Σ_i codes[4 n + i] * activations[i]; codes unsigned, activations a packed i32."""
-    spread = splat(builder, activations, V16I32)
-    if has_vnni():
-        kind = ir.FunctionType(V16I32, (V16I32, V16I32, V16I32))
-        name = "llvm.x86.avx512.vpdpbusd.512"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(function, (total, builder.bitcast(codes, V16I32), spread))
-    left = builder.zext(codes, _V64I32)
-    right = builder.sext(builder.bitcast(spread, _V64I8), _V64I32)
-    products = builder.mul(left, right)
-    parts = [_every(builder, products, first) for first in range(4)]
-    pairs = builder.add(builder.add(parts[0], parts[1]), builder.add(parts[2], parts[3]))
-    return builder.add(total, pairs)
-
-
-def _code_vectors(builder: Any, chunk: Any, bits: int) -> list[Any]:
-    """The group's eight vectors of 64 unsigned codes."""
-
-    def vector(index: int) -> Any:
-        offset = ir.Constant(I64, _HEADER_BYTES + 64 * index)
-        return load(builder, builder.add(chunk, offset), _V64I8, 1)
-
-    if bits == 8:
-        return [vector(index) for index in range(_STEPS)]
-    packed = [vector(index) for index in range(_STEPS // 2)]
-    four = ir.Constant(_V64I8, [4] * 64)
-    low_mask = ir.Constant(_V64I8, [15] * 64)
-    low = [builder.and_(value, low_mask) for value in packed]
-    return low + [builder.lshr(value, four) for value in packed]
-
-
 @intrinsic(prefer_literal=True)
-def quantized_tile(
-    typingctx: Any, rows: Any, bits: Any, a: Any, a_stride: Any, sa: Any, sum_a: Any,
+def quantized_rows(
+    typingctx: Any, bits: Any, rows: Any, a: Any, a_stride: Any, sa: Any, sum_a: Any,
     s_stride: Any, w: Any, groups: Any, c: Any, c_stride: Any,
 ) -> Any:  # fmt: skip
     """C[rows, 16] (float32, overwritten) from ``groups`` chunks of weights.
 
-    ``rows`` and ``bits`` are compile-time constants. The rest is int64: addresses of the tile's
+    ``bits`` is a compile-time constant. The rest is int64: the number of rows; addresses of the
     first activation, scale, sum, weight chunk and output; strides between rows in bytes.
+    Activations are of the level's type and order, see ``quantize_row``.
     """
-    if not isinstance(rows, types.IntegerLiteral) or not isinstance(bits, types.IntegerLiteral):
+    if not isinstance(bits, types.IntegerLiteral):
         return None
-    num_rows, num_bits = rows.literal_value, bits.literal_value
+    num_bits = bits.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit_tile(builder, num_rows, num_bits, args[2:])
+        emit_rows(builder, byte_products(LEVEL, num_bits), num_bits, args[1:])
         return context.get_dummy_value()
 
-    return types.void(rows, bits, *[types.int64] * 9), codegen
+    return types.void(bits, *[types.int64] * 10), codegen
 
 
-def _emit_tile(builder: Any, rows: int, bits: int, args: Any) -> None:
-    a, a_stride, sa, sum_a, s_stride, w, groups, c, c_stride = args
-    numbers = [ir.Constant(I64, row) for row in range(rows)]
-    a_rows = [builder.add(a, builder.mul(row, a_stride)) for row in numbers]
-    s_rows = [builder.mul(row, s_stride) for row in numbers]
-    zero_f = ir.Constant(V16F32, [0.0] * COLUMNS)
-    zero_i = ir.Constant(V16I32, [0] * COLUMNS)
+def emit_rows(builder: Any, products: ByteProducts, bits: int, args: Any) -> None:
+    """``quantized_rows`` for any level's products; ``args`` are its arguments after ``bits``."""
+    rows, a, a_stride, sa, sum_a, s_stride, w, groups, c, c_stride = args
+
+    def tile(first: Any, height: int) -> None:
+        def of_rows(start: Any, stride: Any) -> list[Any]:
+            numbers = (builder.add(first, ir.Constant(I64, row)) for row in range(height))
+            return [builder.add(start, builder.mul(number, stride)) for number in numbers]
+
+        addresses = (
+            of_rows(a, a_stride), of_rows(sa, s_stride), of_rows(sum_a, s_stride),
+            of_rows(c, c_stride),
+        )  # fmt: skip
+        _emit_tile(builder, products, bits, addresses, w, groups)
+
+    if products.rolled:
+        for_balanced_rows(builder, rows, products.most_rows, tile)
+    else:  # each height is much code
+        for_rows(builder, rows, (products.most_rows, 8, 4, 2, 1), tile)
+
+
+def _emit_tile(
+    builder: Any, products: ByteProducts, bits: int, addresses: Any, w: Any, groups: Any
+) -> None:
+    a_rows, scale_rows, sum_rows, c_rows = addresses
+    floats = ir.VectorType(F32, products.lanes)
+    halves = ir.VectorType(ir.HalfType(), products.lanes)
+    parts = range(COLUMNS // products.lanes)
+    item_bytes = products.activation_dtype().itemsize
 
     def step(group: Any, totals: list[Any]) -> list[Any]:
         chunk = builder.add(w, builder.mul(group, ir.Constant(I64, chunk_bytes(bits))))
-        a_offset = builder.mul(group, ir.Constant(I64, GROUP))
+        a_offset = builder.mul(group, ir.Constant(I64, GROUP * item_bytes))
+        codes = builder.add(chunk, ir.Constant(I64, _HEADER_BYTES))
+        activations = [builder.add(row, a_offset) for row in a_rows]
+        sums = group_sums(builder, products, bits, codes, activations)
+
+        def header(first: int, part: int) -> Any:
+            offset = ir.Constant(I64, 2 * (first + products.lanes * part))
+            return builder.fpext(load(builder, builder.add(chunk, offset), halves, 1), floats)
+
+        scales = [header(0, part) for part in parts]
+        minima = [header(COLUMNS, part) for part in parts]
         s_offset = builder.mul(group, ir.Constant(I64, 4))
-        sums = [zero_i] * rows
-        for number, codes in enumerate(_code_vectors(builder, chunk, bits)):
-            at = builder.add(a_offset, ir.Constant(I64, 4 * number))
-            for row in range(rows):
-                activations = load(builder, builder.add(a_rows[row], at), I32, 4)
-                sums[row] = _dot4(builder, sums[row], codes, activations)
-        scale = builder.fpext(load(builder, chunk, V16F16, 1), V16F32)
-        minimum_at = builder.add(chunk, ir.Constant(I64, 2 * COLUMNS))
-        minimum = builder.fpext(load(builder, minimum_at, V16F16, 1), V16F32)
         results = []
-        for row in range(rows):
-            at = builder.add(s_rows[row], s_offset)
-            row_scale = splat(builder, load(builder, builder.add(sa, at), F32, 4), V16F32)
-            row_sum = splat(builder, load(builder, builder.add(sum_a, at), F32, 4), V16F32)
-            dot = builder.sitofp(sums[row], V16F32)
-            partial = fma(builder, row_sum, minimum, totals[row])
-            results.append(fma(builder, dot, builder.fmul(row_scale, scale), partial))
+        for row, of_row in enumerate(sums):
+            row_scale, row_sum = (
+                splat(builder, load(builder, builder.add(at[row], s_offset), F32, 4), floats)
+                for at in (scale_rows, sum_rows)
+            )
+            for part in parts:
+                dot = builder.sitofp(of_row[part], floats)
+                total = totals[row * len(parts) + part]
+                partial = fma(builder, row_sum, minima[part], total)
+                scale = builder.fmul(row_scale, scales[part])
+                results.append(fma(builder, dot, scale, partial))
         return results
 
-    results = accumulate(builder, "tile", groups, [zero_f] * rows, step)
-    for row, value in zip(numbers, results, strict=True):
-        address = builder.add(c, builder.mul(row, c_stride))
-        builder.store(value, builder.inttoptr(address, V16F32.as_pointer()), align=4)
+    zeros = [constant(floats, 0.0)] * (len(c_rows) * len(parts))
+    results = accumulate(builder, "tile", groups, zeros, step)
+    for row, address in enumerate(c_rows):
+        for part in parts:
+            at = builder.add(address, ir.Constant(I64, 4 * products.lanes * part))
+            value = results[row * len(parts) + part]
+            builder.store(value, builder.inttoptr(at, floats.as_pointer()), align=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -31,11 +32,121 @@ def splat(builder: Any, scalar: Any, vector_type: ir.VectorType) -> Any:
     return builder.shuffle_vector(one, undefined, mask)
 
 
+def constant(kind: ir.VectorType, value: float) -> Any:
+    """The number in every lane."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Call an LLVM intrinsic."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
 def fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """left * right + total, rounded once, on vectors of 16 float32."""
-    kind = ir.FunctionType(V16F32, (V16F32,) * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
-    return builder.call(function, (left, right, total))
+    """left * right + total, rounded once, on float32 or vectors of it."""
+    return call(builder, f"llvm.fma.{_suffix(total.type)}", total.type, left, right, total)
+
+
+def _suffix(kind: Any) -> str:
+    return f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+
+
+_EXP_LIMIT = 87.0
+_LOG2E = 1.4426950408889634
+_MINUS_LN2_HIGH = -0.693359375
+_MINUS_LN2_LOW = 2.12194440e-4
+_EXP_POLYNOMIAL = (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+    5.0000001201e-1,
+)  # fmt: skip
+
+
+def exp(builder: Any, x: Any) -> Any:
+    """e^x of float32 or vectors of it, relative error below 2e-7 (Cephes ``expf``); x in ±87."""
+    kind = x.type
+    ints = ir.VectorType(I32, kind.count) if isinstance(kind, ir.VectorType) else I32
+
+    def number(value: float, of: Any = kind) -> Any:
+        rounded = value if of is ints else float(np.float32(value))
+        return constant(of, rounded) if isinstance(of, ir.VectorType) else ir.Constant(of, rounded)
+
+    x = larger(builder, x, number(-_EXP_LIMIT))
+    limit = number(_EXP_LIMIT)
+    x = builder.select(builder.fcmp_ordered("<", x, limit), x, limit)
+    n = call(
+        builder, f"llvm.floor.{_suffix(kind)}", kind, fma(builder, x, number(_LOG2E), number(0.5))
+    )
+    r = fma(builder, n, number(_MINUS_LN2_HIGH), x)
+    r = fma(builder, n, number(_MINUS_LN2_LOW), r)
+    p = number(_EXP_POLYNOMIAL[0])
+    for coefficient in _EXP_POLYNOMIAL[1:]:
+        p = fma(builder, p, r, number(coefficient))
+    p = builder.fadd(fma(builder, builder.fmul(p, r), r, r), number(1.0))
+    exponent = builder.add(builder.fptosi(n, ints), number(127, ints))
+    return builder.fmul(p, builder.bitcast(builder.shl(exponent, number(23, ints)), kind))
+
+
+def fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """A vector's lanes as one scalar: the upper half onto the lower, until one is left."""
+    count = vector.type.count
+    while count > 1:
+        count //= 2
+        half = ir.VectorType(I32, count)
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        low = builder.shuffle_vector(vector, undefined, ir.Constant(half, list(range(count))))
+        upper = ir.Constant(half, list(range(count, 2 * count)))
+        vector = combine(low, builder.shuffle_vector(vector, undefined, upper))
+    return builder.extract_element(vector, ir.Constant(I32, 0))
+
+
+def larger(builder: Any, left: Any, right: Any) -> Any:
+    """The larger of two floats, lane by lane."""
+    return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+
+def for_rows(
+    builder: Any, num_rows: Any, heights: Sequence[int], tile: Callable[[Any, int], None]
+) -> None:
+    """Cut ``num_rows`` (int64) into tiles, ``heights`` most first and down to 1.
+
+    ``tile(first_row, rows)`` emits one; most tiles have the first height.
+    """
+    most = ir.Constant(I64, heights[0])
+    num_tiles = builder.sdiv(num_rows, most)
+    with cgutils.for_range(builder, num_tiles) as loop:
+        tile(builder.mul(loop.index, most), heights[0])
+    done = builder.mul(num_tiles, most)
+    for height in heights[1:]:
+        left = builder.sub(num_rows, done)
+        fits = builder.icmp_signed(">=", left, ir.Constant(I64, height))
+        with builder.if_then(fits):
+            tile(done, height)
+        taken = builder.select(fits, ir.Constant(I64, height), ir.Constant(I64, 0))
+        done = builder.add(done, taken)
+
+
+def for_balanced_rows(
+    builder: Any, num_rows: Any, most: int, tile: Callable[[Any, int], None]
+) -> None:
+    """Cut ``num_rows`` (int64) into the fewest tiles of up to ``most`` rows, equally high.
+
+    ``tile(first_row, rows)`` emits one. A lone last row would wait for each of its own additions.
+    """
+    one = ir.Constant(I64, 1)
+    above = builder.add(num_rows, ir.Constant(I64, most - 1))
+    num_tiles = builder.sdiv(above, ir.Constant(I64, most))
+    with builder.if_then(builder.icmp_signed(">", num_tiles, ir.Constant(I64, 0))):
+        height = builder.sdiv(num_rows, num_tiles)
+        num_higher = builder.srem(num_rows, num_tiles)
+        with cgutils.for_range(builder, num_tiles) as loop:
+            is_higher = builder.icmp_signed("<", loop.index, num_higher)
+            higher = builder.select(is_higher, loop.index, num_higher)
+            first = builder.add(builder.mul(loop.index, height), higher)
+            rows = builder.add(height, builder.select(is_higher, one, ir.Constant(I64, 0)))
+            for count in range(1, most + 1):
+                with builder.if_then(builder.icmp_signed("==", rows, ir.Constant(I64, count))):
+                    tile(first, count)
 
 
 def accumulate(
@@ -61,9 +172,10 @@ def accumulate(
         totals.append(phi)
     results = step(index, totals)
     following = builder.add(index, ir.Constant(I64, 1))
-    index.add_incoming(following, loop)
+    last = builder.basic_block  # another than ``loop`` where the step itself loops
+    index.add_incoming(following, last)
     for phi, value in zip(totals, results, strict=True):
-        phi.add_incoming(value, loop)
+        phi.add_incoming(value, last)
     builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
 
     builder.position_at_end(after)
