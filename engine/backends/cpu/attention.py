@@ -22,8 +22,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from engine.backends.cpu.intrinsics import copy_as_float32, exp_f32, inner, softmax_row
-from engine.backends.cpu.microkernel import TILE_ROWS, TILE_VECTORS, fma_rows
+from engine.backends.cpu.intrinsics import copy_as_float32, exp_f32, inner, prefetch, softmax_row
+from engine.backends.cpu.microkernel import fma_rows
 from engine.backends.cpu.vector_ir import LANES
 from engine.batch import BatchInputs
 
@@ -91,12 +91,24 @@ def _load_query(qkv: Any, head: Any, group: Any, scale: Any, query: Any) -> None
 def _score_block(query: Any, num_rows: Any, keys: Any, scores: Any, first: Any) -> None:
     """scores[:num_rows, first : first + block_size] = query · keys, keys [D, block_size]."""
     dim, block_size = keys.shape
-    for column in range(0, block_size, LANES):
-        fma_rows(
-            1, TILE_ROWS, 0, num_rows, keys, query.ctypes.data, dim,
-            keys.ctypes.data + column * keys.itemsize, block_size, LANES,
-            scores.ctypes.data + (first + column) * 4, scores.shape[1], dim,
-        )  # fmt: skip
+    fma_rows(
+        0, num_rows, block_size // LANES, keys, query.ctypes.data, dim,
+        keys.ctypes.data, block_size, LANES,
+        scores.ctypes.data + first * 4, scores.shape[1], dim,
+    )  # fmt: skip
+
+
+@inner
+def _score_two(
+    query: Any, num_rows: Any, keys: Any, other_keys: Any, scores: Any, first: Any
+) -> None:
+    """As ``_score_block`` for two blocks of 16 keys: more sums than one that can wait."""
+    dim, block_size = keys.shape
+    step = (other_keys.ctypes.data - keys.ctypes.data) // keys.itemsize
+    fma_rows(
+        0, num_rows, 2, keys, query.ctypes.data, dim, keys.ctypes.data, block_size, step,
+        scores.ctypes.data + first * 4, scores.shape[1], dim,
+    )  # fmt: skip
 
 
 @inner
@@ -105,22 +117,10 @@ def _add_values(
 ) -> None:
     """acc[:num_rows] += scores[:, first : first + num_keys] · values[:num_keys]."""
     dim = values.shape[1]
-    at = scores.ctypes.data + first * 4
-    column = 0
-    while column + TILE_VECTORS * LANES <= dim:
-        fma_rows(
-            TILE_VECTORS, TILE_ROWS, 1, num_rows, values, at, scores.shape[1],
-            values.ctypes.data + column * values.itemsize, dim, LANES,
-            acc.ctypes.data + column * 4, dim, num_keys,
-        )  # fmt: skip
-        column += TILE_VECTORS * LANES
-    while column < dim:
-        fma_rows(
-            1, TILE_ROWS, 1, num_rows, values, at, scores.shape[1],
-            values.ctypes.data + column * values.itemsize, dim, LANES,
-            acc.ctypes.data + column * 4, dim, num_keys,
-        )  # fmt: skip
-        column += LANES
+    fma_rows(
+        1, num_rows, dim // LANES, values, scores.ctypes.data + first * 4, scores.shape[1],
+        values.ctypes.data, dim, LANES, acc.ctypes.data, dim, num_keys,
+    )  # fmt: skip
 
 
 @inner
@@ -197,7 +197,7 @@ def paged_attention(
             tokens = tile_tokens[tile]
             num_rows = tokens * group
             # One row group reads K and V once: widened in registers. Several reuse them: in cache.
-            reused = num_rows > 2 * TILE_ROWS and values.itemsize < 4
+            reused = num_rows > 12 and values.itemsize < 4
             _load_query(qkv[row0 : row0 + tokens], head, group, scale, query)
             acc[:num_rows] = 0.0
             maxima[:num_rows] = _NEG_INF
@@ -209,17 +209,28 @@ def paged_attention(
                 key0 = span * span_keys
                 begin = max(first_block, span * span_blocks)
                 end = min((span + 1) * span_blocks, last_block)
-                for index in range(begin, end):
+                index = begin
+                while index < end:
                     first = index * block_size - key0
                     stored = keys[table[index], layer, head]
+                    index += 1
                     if reused:
                         copy_as_float32(stored, stored.size, wide_keys.ctypes.data)
                         _score_block(query, num_rows, wide_keys, scores, first)
+                    elif block_size == LANES and index < end:
+                        other = keys[table[index], layer, head]
+                        _score_two(query, num_rows, stored, other, scores, first)
+                        index += 1
                     else:
                         _score_block(query, num_rows, stored, scores, first)
-                    if scaled:
+                if scaled:
+                    for index in range(begin, end):
                         of_keys = scales[table[index], layer, 0, head]
-                        _apply_scales(scores, num_rows, first, of_keys)
+                        _apply_scales(scores, num_rows, index * block_size - key0, of_keys)
+                for index in range(begin, end):
+                    prefetch(values[table[index], layer, head], block_size * dim)
+                for index in range(end, min(end + span_blocks, last_block)):
+                    prefetch(keys[table[index], layer, head], block_size * dim)
                 for row in range(num_rows):
                     position = pos0 + row // group
                     low = max(0, position - window + 1 - key0) if window > 0 else 0

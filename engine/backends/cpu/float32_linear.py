@@ -13,45 +13,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backends.cpu.microkernel import TILE_ROWS, fma_rows
+from engine.backends.cpu.microkernel import TILE_ROWS, fma_rows, tile_vectors
 from engine.backends.cpu.vector_ir import LANES
-
-_ONE_ROW_BLOCKS = 4
-_FEW_ROWS_BLOCKS = 2
-_FEW_ROWS = 3
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
-def _matmul(x: Any, packed: Any, out: Any, threads: Any) -> None:
-    """out [T, 16 B] = x [T, K] · packed [B, K, 16]; threads split the blocks."""
+def _matmul(x: Any, packed: Any, together: Any, out: Any, threads: Any) -> None:
+    """out [T, 16 B] = x [T, K] · packed [B, K, 16], ``together`` blocks at a time.
+
+    Threads split the blocks.
+    """
     rows, size = x.shape
     blocks = packed.shape[0]
     width = out.shape[1]
     for thread in numba.prange(threads):
-        block = blocks * thread // threads
+        first = blocks * thread // threads
         last = blocks * (thread + 1) // threads
-        while block < last:
-            b = packed.ctypes.data + block * size * LANES * 4
-            c = out.ctypes.data + block * LANES * 4
-            a = x.ctypes.data
-            # Few rows are too few independent sums: take more columns at once.
-            if rows == 1 and block + _ONE_ROW_BLOCKS <= last:
-                fma_rows(
-                    _ONE_ROW_BLOCKS, 1, 0, rows, packed, a, size, b, LANES, size * LANES,
-                    c, width, size,
-                )  # fmt: skip
-                block += _ONE_ROW_BLOCKS
-            elif rows <= _FEW_ROWS and block + _FEW_ROWS_BLOCKS <= last:
-                fma_rows(
-                    _FEW_ROWS_BLOCKS, _FEW_ROWS, 0, rows, packed, a, size, b, LANES,
-                    size * LANES, c, width, size,
-                )  # fmt: skip
-                block += _FEW_ROWS_BLOCKS
-            else:
-                fma_rows(
-                    1, TILE_ROWS, 0, rows, packed, a, size, b, LANES, size * LANES, c, width, size
-                )
-                block += 1
+        for block in range(first, last, together):
+            fma_rows(
+                0, rows, min(together, last - block), packed, x.ctypes.data, size,
+                packed.ctypes.data + block * size * LANES * 4, LANES, size * LANES,
+                out.ctypes.data + block * LANES * 4, width, size,
+            )  # fmt: skip
 
 
 class Float32Linear:
@@ -70,7 +53,8 @@ class Float32Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] → [T, out]."""
         out = torch.empty(x.shape[0], self.packed.shape[0] * LANES)
-        _matmul(x.numpy(), self.packed, out.numpy(), numba.get_num_threads())
+        together = tile_vectors(min(x.shape[0], TILE_ROWS))
+        _matmul(x.numpy(), self.packed, together, out.numpy(), numba.get_num_threads())
         if out.shape[1] != self._out_features:
             out = out[:, : self._out_features].contiguous()
         return out if self._bias is None else out.add_(self._bias)

@@ -13,6 +13,8 @@ from numba.extending import intrinsic
 
 from engine.backends.cpu.vector_ir import (
     F32,
+    I8,
+    I32,
     I64,
     LANES,
     V16F16,
@@ -185,7 +187,7 @@ def _reduce(
 def softmax_row(typingctx: Any, scores: Any, low: Any, high: Any, largest: Any) -> Any:
     """Turn a row of scores into weights relative to its largest score so far.
 
-    Keys outside ``low`` … ``high`` may hold anything, NaN included; their weight is 0. Takes a
+    Keys outside ``low`` < ``high`` may hold anything, NaN included; their weight is 0. Takes a
     contiguous row whose size is a multiple of 16, and the largest score before. Returns (the
     largest score now, the sum of the weights).
     """
@@ -195,15 +197,24 @@ def softmax_row(typingctx: Any, scores: Any, low: Any, high: Any, largest: Any) 
         struct = context.make_array(scores)(context, builder, args[0])
         (size,) = cgutils.unpack_tuple(builder, struct.shape, 1)
         start = builder.ptrtoint(struct.data, I64)
+
+        def clear(at: Any, count: Any) -> None:
+            number = builder.mul(count, ir.Constant(I64, 4))
+            cgutils.memset(builder, builder.inttoptr(at, I8.as_pointer()), number, 0)
+
         indices = ir.VectorType(I64, LANES)
         first, last = (splat(builder, bound, indices) for bound in args[1:3])
         every = ir.Constant(indices, list(range(LANES)))
         lanes = ir.Constant(I64, LANES)
+        begin = builder.mul(builder.sdiv(args[1], lanes), lanes)
+        above = builder.add(args[2], ir.Constant(I64, LANES - 1))
+        end = builder.mul(builder.sdiv(above, lanes), lanes)
+        clear(start, begin)
+        clear(builder.add(start, builder.mul(end, ir.Constant(I64, 4))), builder.sub(size, end))
 
         def each_vector(step: Callable[[Any, Any, Any], None]) -> None:
             """Call ``step(address, scores, which of them are inside)``."""
-            with cgutils.for_range(builder, builder.sdiv(size, lanes)) as loop:
-                base = builder.mul(loop.index, lanes)
+            with cgutils.for_range_slice(builder, begin, end, lanes, I64, inc=True) as (base, _):
                 index = builder.add(splat(builder, base, indices), every)
                 inside = builder.and_(
                     builder.icmp_signed(">=", index, first), builder.icmp_signed("<", index, last)
@@ -233,3 +244,23 @@ def softmax_row(typingctx: Any, scores: Any, low: Any, high: Any, largest: Any) 
         return context.make_tuple(builder, kind, (now, summed))
 
     return kind(scores, types.intp, types.intp, types.float32), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, block: Any, size: Any) -> Any:
+    """Begin to read ``size`` elements of a contiguous array into the caches."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(block)(context, builder, args[0]).data
+        start = builder.ptrtoint(data, I64)
+        num_bytes = builder.mul(args[1], ir.Constant(I64, block.dtype.bitwidth // 8))
+        line = ir.Constant(I64, 64)
+        read, most_local, data_cache = (ir.Constant(I32, value) for value in (0, 3, 1))
+        with cgutils.for_range_slice(
+            builder, ir.Constant(I64, 0), num_bytes, line, I64, inc=True
+        ) as (offset, _):
+            at = builder.inttoptr(builder.add(start, offset), I8.as_pointer())
+            call(builder, "llvm.prefetch.p0", ir.VoidType(), at, read, most_local, data_cache)
+        return context.get_dummy_value()
+
+    return types.void(block, types.intp), codegen

@@ -129,24 +129,46 @@ def for_rows(
 def for_balanced_rows(
     builder: Any, num_rows: Any, most: int, tile: Callable[[Any, int], None]
 ) -> None:
-    """Cut ``num_rows`` (int64) into the fewest tiles of up to ``most`` rows, equally high.
+    """Cut ``num_rows`` (int64, ≥ 1) into the fewest tiles of up to ``most`` rows, equally high.
 
     ``tile(first_row, rows)`` emits one. A lone last row would wait for each of its own additions.
     """
-    one = ir.Constant(I64, 1)
-    above = builder.add(num_rows, ir.Constant(I64, most - 1))
-    num_tiles = builder.sdiv(above, ir.Constant(I64, most))
-    with builder.if_then(builder.icmp_signed(">", num_tiles, ir.Constant(I64, 0))):
-        height = builder.sdiv(num_rows, num_tiles)
-        num_higher = builder.srem(num_rows, num_tiles)
-        with cgutils.for_range(builder, num_tiles) as loop:
-            is_higher = builder.icmp_signed("<", loop.index, num_higher)
-            higher = builder.select(is_higher, loop.index, num_higher)
-            first = builder.add(builder.mul(loop.index, height), higher)
-            rows = builder.add(height, builder.select(is_higher, one, ir.Constant(I64, 0)))
-            for count in range(1, most + 1):
-                with builder.if_then(builder.icmp_signed("==", rows, ir.Constant(I64, count))):
-                    tile(first, count)
+
+    def constant_of(value: int) -> Any:
+        return ir.Constant(I64, value)
+
+    def of_height(first: Any, rows: Any) -> None:
+        after = builder.append_basic_block("after.tile")
+        switch = builder.switch(rows, after)
+        for count in range(1, most + 1):
+            block = builder.append_basic_block(f"tile.{count}")
+            switch.add_case(constant_of(count), block)
+            builder.position_at_end(block)
+            tile(first, count)
+            builder.branch(after)
+        builder.position_at_end(after)
+
+    above = builder.add(num_rows, constant_of(most - 1))
+    num_tiles = builder.sdiv(above, constant_of(most))
+    is_single = builder.icmp_signed("<=", num_rows, constant_of(most))
+    # Division takes as long as a small tile.
+    with builder.if_else(is_single) as (single, several):
+        with single:
+            whole = builder.basic_block
+        with several:
+            quotient = builder.sdiv(num_rows, num_tiles)
+            remainder = builder.srem(num_rows, num_tiles)
+            divided = builder.basic_block
+    height, num_higher = builder.phi(I64), builder.phi(I64)
+    height.add_incoming(num_rows, whole)
+    height.add_incoming(quotient, divided)
+    num_higher.add_incoming(constant_of(0), whole)
+    num_higher.add_incoming(remainder, divided)
+    with cgutils.for_range(builder, num_tiles) as loop:
+        is_higher = builder.icmp_signed("<", loop.index, num_higher)
+        higher = builder.select(is_higher, loop.index, num_higher)
+        first = builder.add(builder.mul(loop.index, height), higher)
+        of_height(first, builder.add(height, builder.zext(is_higher, I64)))
 
 
 def accumulate(
