@@ -24,6 +24,7 @@ from engine.backends.cpu.attention import AttentionTiles, paged_attention, plan_
 from engine.backends.cpu.core_share import CoreShare
 from engine.backends.cpu.float32_linear import Float32Embedding, Float32Linear
 from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLinear, pack
+from engine.backends.cpu.workspace import Workspace
 from engine.batch import BatchInputs
 from engine.model_config import HiddenAct
 from engine.step_runner import HostRunner, StepRunner
@@ -61,6 +62,7 @@ class CpuBackend:
         self._weights = weights
         self._num_threads = num_threads
         self._kv: kv_store.KVView | None = None
+        self._workspace = Workspace()
 
     @property
     def default_kv_dtype(self) -> KVDtype:
@@ -70,8 +72,8 @@ class CpuBackend:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Take a [out, in] float32 weight over, quantised if the scheme says so."""
         if self._weights == "fp32":
-            return Float32Linear(weight, bias)
-        return QuantizedLinear(weight, bias, _BITS[self._weights])
+            return Float32Linear(weight, bias, self._workspace)
+        return QuantizedLinear(weight, bias, _BITS[self._weights], self._workspace)
 
     def embedding_and_head(
         self, embedding: torch.Tensor, head: torch.Tensor | None
@@ -83,8 +85,10 @@ class CpuBackend:
         tied = head is None
         head = embedding if head is None else head
         if self._weights == "fp32":
-            return Float32Embedding(embedding, shared=tied), Float32Linear(head, None)
-        linear = QuantizedLinear(head, None, 8)
+            return Float32Embedding(embedding, shared=tied), Float32Linear(
+                head, None, self._workspace
+            )
+        linear = QuantizedLinear(head, None, 8, self._workspace)
         packed = linear.packed if tied else pack(embedding, 8)
         return QuantizedEmbedding(packed, embedding.shape[1], shared=tied), linear
 
@@ -103,6 +107,7 @@ class CpuBackend:
         num_threads = share.take() if isinstance(share, CoreShare) else share
         # Both settings belong to the calling thread.
         numba.set_num_threads(min(num_threads, _MOST_THREADS))
+        self._workspace.num_threads = min(num_threads, _MOST_THREADS)
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
         return CpuStep(
@@ -120,7 +125,7 @@ class CpuBackend:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Backend."""
         out = torch.empty_like(x)
-        elementwise.rms_norm(x.numpy(), weight.numpy(), np.float32(eps), out.numpy())
+        elementwise.rms_norm(x, weight, eps, out)
         return out
 
     def add_rms_norm(
@@ -128,9 +133,7 @@ class CpuBackend:
     ) -> torch.Tensor:
         """See Backend."""
         out = torch.empty_like(x)
-        elementwise.add_rms_norm(
-            x.numpy(), residual.numpy(), weight.numpy(), np.float32(eps), out.numpy()
-        )
+        elementwise.add_rms_norm(x, residual, weight, eps, out)
         return out
 
     def rope_and_write_kv(
@@ -168,7 +171,7 @@ class CpuBackend:
     def act_mul(self, gate_up: torch.Tensor, activation: HiddenAct) -> torch.Tensor:
         """See Backend."""
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        elementwise.act_mul(gate_up.numpy(), activation == "gelu_tanh", out.numpy())
+        elementwise.act_mul(gate_up, activation == "gelu_tanh", out)
         return out
 
     @property

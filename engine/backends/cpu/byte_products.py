@@ -157,7 +157,7 @@ def group_sums(
 
     num_turns = GROUP // 4 * bits // 8
     if products.rolled:
-        sums = accumulate(builder, "turns", ir.Constant(I64, num_turns), sums, turn)
+        sums = list(accumulate(builder, "turns", ir.Constant(I64, num_turns), sums, turn))
     else:
         for number in range(num_turns):
             sums = turn(ir.Constant(I64, number), sums)

@@ -6,11 +6,13 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 
 from engine.backends.cpu.intrinsics import (
     exp_f32,
     inner,
     largest_magnitude,
+    matrix,
     store_float32,
     sum_of_squares,
 )
@@ -110,39 +112,53 @@ def _rope_write_row(
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
-def _rms_norm_serial(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    for t in range(x.shape[0]):
-        _norm_row(x[t], weight, eps, out[t])
+def _rms_norm_serial(x: Any, weight: Any, rows: Any, size: Any, eps: Any, out: Any) -> None:
+    x_rows, out_rows = matrix(x, rows, size), matrix(out, rows, size)
+    weights = matrix(weight, 1, size)
+    for t in range(rows):
+        _norm_row(x_rows[t], weights[0], eps, out_rows[t])
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
-def _rms_norm_parallel(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    for t in numba.prange(x.shape[0]):
-        _norm_row(x[t], weight, eps, out[t])
+def _rms_norm_parallel(x: Any, weight: Any, rows: Any, size: Any, eps: Any, out: Any) -> None:
+    x_rows, out_rows = matrix(x, rows, size), matrix(out, rows, size)
+    weights = matrix(weight, 1, size)
+    for t in numba.prange(rows):
+        _norm_row(x_rows[t], weights[0], eps, out_rows[t])
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
-def _add_rms_norm_serial(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None:
-    for t in range(x.shape[0]):
-        _add_norm_row(x[t], residual[t], weight, eps, out[t])
+def _add_rms_norm_serial(
+    x: Any, residual: Any, weight: Any, rows: Any, size: Any, eps: Any, out: Any
+) -> None:
+    x_rows, out_rows = matrix(x, rows, size), matrix(out, rows, size)
+    residual_rows, weights = matrix(residual, rows, size), matrix(weight, 1, size)
+    for t in range(rows):
+        _add_norm_row(x_rows[t], residual_rows[t], weights[0], eps, out_rows[t])
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
-def _add_rms_norm_parallel(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None:
-    for t in numba.prange(x.shape[0]):
-        _add_norm_row(x[t], residual[t], weight, eps, out[t])
+def _add_rms_norm_parallel(
+    x: Any, residual: Any, weight: Any, rows: Any, size: Any, eps: Any, out: Any
+) -> None:
+    x_rows, out_rows = matrix(x, rows, size), matrix(out, rows, size)
+    residual_rows, weights = matrix(residual, rows, size), matrix(weight, 1, size)
+    for t in numba.prange(rows):
+        _add_norm_row(x_rows[t], residual_rows[t], weights[0], eps, out_rows[t])
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
-def _act_mul_serial(gate_up: Any, gelu: Any, out: Any) -> None:
-    for t in range(gate_up.shape[0]):
-        _act_mul_row(gate_up[t], gelu, out[t])
+def _act_mul_serial(gate_up: Any, gelu: Any, rows: Any, size: Any, out: Any) -> None:
+    gate_up_rows, out_rows = matrix(gate_up, rows, 2 * size), matrix(out, rows, size)
+    for t in range(rows):
+        _act_mul_row(gate_up_rows[t], gelu, out_rows[t])
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
-def _act_mul_parallel(gate_up: Any, gelu: Any, out: Any) -> None:
-    for t in numba.prange(gate_up.shape[0]):
-        _act_mul_row(gate_up[t], gelu, out[t])
+def _act_mul_parallel(gate_up: Any, gelu: Any, rows: Any, size: Any, out: Any) -> None:
+    gate_up_rows, out_rows = matrix(gate_up, rows, 2 * size), matrix(out, rows, size)
+    for t in numba.prange(rows):
+        _act_mul_row(gate_up_rows[t], gelu, out_rows[t])
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
@@ -169,20 +185,35 @@ def _rope_write_parallel(
         )  # fmt: skip
 
 
-def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    """``out[t] = x[t] / rms(x[t]) * weight`` for x, out [T, H]."""
-    (_rms_norm_serial if x.size <= SERIAL_ELEMENTS else _rms_norm_parallel)(x, weight, eps, out)
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor's contiguous elements lie."""
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
 
 
-def add_rms_norm(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None:
-    """``residual += x`` in place, then ``out = rms_norm(residual)``; all [T, H]."""
-    kernel = _add_rms_norm_serial if x.size <= SERIAL_ELEMENTS else _add_rms_norm_parallel
-    kernel(x, residual, weight, eps, out)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """``out[t] = x[t] / rms(x[t]) * weight`` for x, out [T, H] float32."""
+    rows, size = x.shape
+    kernel = _rms_norm_serial if rows * size <= SERIAL_ELEMENTS else _rms_norm_parallel
+    kernel(address(x), address(weight), rows, size, np.float32(eps), address(out))
 
 
-def act_mul(gate_up: Any, gelu: bool, out: Any) -> None:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> None:
+    """``residual += x`` in place, then ``out = rms_norm(residual)``; all [T, H] float32."""
+    rows, size = x.shape
+    kernel = _add_rms_norm_serial if rows * size <= SERIAL_ELEMENTS else _add_rms_norm_parallel
+    kernel(
+        address(x), address(residual), address(weight), rows, size, np.float32(eps), address(out)
+    )
+
+
+def act_mul(gate_up: torch.Tensor, gelu: bool, out: torch.Tensor) -> None:
     """``out = act(gate_up[:, :I]) * gate_up[:, I:]`` for gate_up [T, 2 I]; SiLU or tanh-GELU."""
-    (_act_mul_serial if out.size <= SERIAL_ELEMENTS else _act_mul_parallel)(gate_up, gelu, out)
+    rows, size = out.shape
+    kernel = _act_mul_serial if rows * size <= SERIAL_ELEMENTS else _act_mul_parallel
+    kernel(address(gate_up), gelu, rows, size, address(out))
 
 
 def rope_write_kv(

@@ -9,52 +9,62 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from engine.backends.cpu.elementwise import address
+from engine.backends.cpu.intrinsics import matrix
 from engine.backends.cpu.microkernel import TILE_ROWS, fma_rows, tile_vectors
 from engine.backends.cpu.vector_ir import LANES
+from engine.backends.cpu.workspace import Workspace
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
-def _matmul(x: Any, packed: Any, together: Any, out: Any, threads: Any) -> None:
+def _matmul(
+    x: Any, rows: Any, size: Any, packed: Any, blocks: Any, together: Any, out: Any, threads: Any
+) -> None:
     """out [T, 16 B] = x [T, K] · packed [B, K, 16], ``together`` blocks at a time.
 
-    Threads split the blocks.
+    ``x``, ``packed`` and ``out`` are addresses; threads split the blocks.
     """
-    rows, size = x.shape
-    blocks = packed.shape[0]
-    width = out.shape[1]
+    width = blocks * LANES
+    source = matrix(packed, 1, 1)
     for thread in numba.prange(threads):
         first = blocks * thread // threads
         last = blocks * (thread + 1) // threads
         for block in range(first, last, together):
             fma_rows(
-                0, rows, min(together, last - block), packed, x.ctypes.data, size,
-                packed.ctypes.data + block * size * LANES * 4, LANES, size * LANES,
-                out.ctypes.data + block * LANES * 4, width, size,
+                0, rows, min(together, last - block), source, x, size,
+                packed + block * size * LANES * 4, LANES, size * LANES,
+                out + block * LANES * 4, width, size,
             )  # fmt: skip
 
 
 class Float32Linear:
     """``x @ weight.T + bias`` in float32; keeps the weights in blocks of 16 columns."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, workspace: Workspace
+    ) -> None:
         """Pack [out, in]."""
         self._out_features, in_features = weight.shape
         blocks = -(-self._out_features // LANES)
-        self.packed: npt.NDArray[np.float32] = np.zeros((blocks, in_features, LANES), np.float32)
+        self.packed = torch.zeros(blocks, in_features, LANES)
+        """[ceil(out / 16), in, 16]."""
         for block, columns in enumerate(weight.split(LANES)):
-            self.packed[block, :, : len(columns)] = columns.numpy().T
+            self.packed[block, :, : len(columns)] = columns.T
         self._bias = bias
+        self._workspace = workspace
         self.num_bytes = self.packed.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] → [T, out]."""
-        out = torch.empty(x.shape[0], self.packed.shape[0] * LANES)
-        together = tile_vectors(min(x.shape[0], TILE_ROWS))
-        _matmul(x.numpy(), self.packed, together, out.numpy(), numba.get_num_threads())
+        rows, size = x.shape
+        blocks = self.packed.shape[0]
+        out = torch.empty(rows, blocks * LANES)
+        _matmul(
+            address(x), rows, size, address(self.packed), blocks,
+            tile_vectors(max(1, min(rows, TILE_ROWS))), address(out), self._workspace.num_threads,
+        )  # fmt: skip
         if out.shape[1] != self._out_features:
             out = out[:, : self._out_features].contiguous()
         return out if self._bias is None else out.add_(self._bias)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -41,6 +42,32 @@ inner = numba.njit(
 Without fast-math: what LLVM may reorder or fuse, it reorders and fuses differently at each level,
 and in code that it optimises once or twice (freshly compiled or from the cache).
 """
+
+
+@intrinsic
+def _as_pointer(typingctx: Any, address: Any, kind: Any) -> Any:
+    """A pointer to an address; ``kind`` is a dtype."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(kind.dtype)(types.int64, kind), codegen
+
+
+@inner
+def matrix(address: Any, rows: Any, columns: Any) -> Any:
+    """The contiguous float32 array [rows, columns] at an address.
+
+    Kernels that are called hundreds of times a step take addresses: turning one tensor into an
+    array costs as much as normalising a row.
+    """
+    return numba.carray(_as_pointer(address, np.float32), (rows, columns))
+
+
+@inner
+def codes_at(address: Any, kind: Any, rows: Any, columns: Any) -> Any:
+    """As ``matrix``, for quantised activations of dtype ``kind``."""
+    return numba.carray(_as_pointer(address, kind), (rows, columns))
 
 
 def widen(builder: Any, address: Any, kind: Any) -> Any:

@@ -16,10 +16,11 @@ import numpy.typing as npt
 import torch
 
 from engine.backends.cpu.byte_products import GROUP, byte_products
-from engine.backends.cpu.elementwise import SERIAL_ELEMENTS
-from engine.backends.cpu.intrinsics import inner, largest_magnitude
+from engine.backends.cpu.elementwise import SERIAL_ELEMENTS, address
+from engine.backends.cpu.intrinsics import codes_at, inner, largest_magnitude, matrix
 from engine.backends.cpu.level import LEVEL
 from engine.backends.cpu.quantized_tile import COLUMNS, chunk_bytes, quantized_rows
+from engine.backends.cpu.workspace import Workspace
 from mesh.errors import ConfigError
 
 
@@ -106,37 +107,40 @@ def quantize_row(x: Any, codes: Any, scales: Any, sums: Any) -> None:
 def _matmul_kernel(bits: int) -> Any:
     """Compile ``out = x @ dequantised(packed).T`` for one code width.
 
-    Threads split the columns: each keeps 16 columns' weights in its L1 cache for all rows.
+    Arrays are addresses; ``scratch`` is for the quantised activations. Threads split the columns:
+    each keeps 16 columns' weights in its L1 cache for all rows.
     """
     BITS = bits
     CHUNK = chunk_bytes(bits)
 
+    KIND = byte_products(LEVEL, bits).activation_dtype
+    WIDTH = KIND().itemsize
+
     @numba.njit(parallel=True, nogil=True, cache=True, boundscheck=False)
     def matmul(
-        x: Any, packed: Any, codes: Any, scales: Any, sums: Any, out: Any, threads: Any
-    ) -> None:
-        rows = x.shape[0]
-        blocks = packed.shape[0]
-        groups = packed.shape[1]
-        if x.size <= SERIAL_ELEMENTS:
+        x: Any, rows: Any, size: Any, packed: Any, blocks: Any, scratch: Any, out: Any,
+        threads: Any,
+    ) -> None:  # fmt: skip
+        groups = size // GROUP
+        scales = scratch
+        sums = scales + rows * groups * 4
+        codes = sums + rows * groups * 4
+        x_rows = matrix(x, rows, size)
+        scale_rows, sum_rows = matrix(scales, rows, groups), matrix(sums, rows, groups)
+        code_rows = codes_at(codes, KIND, rows, size)
+        if rows * size <= SERIAL_ELEMENTS:
             for r in range(rows):
-                quantize_row(x[r], codes[r], scales[r], sums[r])
+                quantize_row(x_rows[r], code_rows[r], scale_rows[r], sum_rows[r])
         else:
             for r in numba.prange(rows):
-                quantize_row(x[r], codes[r], scales[r], sums[r])
-        a_row = codes.shape[1] * codes.itemsize
-        s_row = scales.shape[1] * 4
-        c_row = out.shape[1] * 4
+                quantize_row(x_rows[r], code_rows[r], scale_rows[r], sum_rows[r])
         for thread in numba.prange(threads):
-            first = blocks * thread // threads
-            last = blocks * (thread + 1) // threads
-            for block in range(first, last):
-                a = codes.ctypes.data
-                sa = scales.ctypes.data
-                sum_a = sums.ctypes.data
-                w = packed.ctypes.data + block * groups * CHUNK
-                c = out.ctypes.data + block * COLUMNS * 4
-                quantized_rows(BITS, rows, a, a_row, sa, sum_a, s_row, w, groups, c, c_row)
+            for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+                quantized_rows(
+                    BITS, rows, codes, size * WIDTH, scales, sums, groups * 4,
+                    packed + block * groups * CHUNK, groups,
+                    out + block * COLUMNS * 4, blocks * COLUMNS * 4,
+                )  # fmt: skip
 
     return matmul
 
@@ -159,7 +163,9 @@ def _dequantize_rows(packed: Any, scales: Any, token_ids: Any, out: Any) -> None
 class QuantizedLinear:
     """``x @ weight.T + bias`` with weights of 8 or 4 bits; keeps no other copy of them."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, bits: int, workspace: Workspace
+    ) -> None:
         """Quantise [out, in] float32.
 
         Raises:
@@ -168,19 +174,23 @@ class QuantizedLinear:
         self._out_features, self._in_features = weight.shape
         self.packed = pack(weight, bits)
         self._bias = bias
+        self._packed_address = self.packed.ctypes.data
         self._kernel = _matmul_kernel(bits)
-        self._activation_dtype = byte_products(LEVEL, bits).activation_dtype
+        # A scale and a sum for each group, and the codes.
+        width = byte_products(LEVEL, bits).activation_dtype().itemsize
+        self._scratch_bytes_per_row = self._in_features // GROUP * 8 + self._in_features * width
+        self._workspace = workspace
         self.num_bytes = self.packed.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] → [T, out] float32."""
-        rows, groups = x.shape[0], self._in_features // GROUP
-        codes = np.empty((rows, self._in_features), self._activation_dtype)
-        scales = np.empty((2, rows, groups), np.float32)
-        out = torch.empty(rows, self.packed.shape[0] * COLUMNS)
+        rows, size = x.shape
+        blocks = self.packed.shape[0]
+        out = torch.empty(rows, blocks * COLUMNS)
         self._kernel(
-            x.numpy(), self.packed, codes, scales[0], scales[1], out.numpy(),
-            numba.get_num_threads(),
+            address(x), rows, size, self._packed_address, blocks,
+            self._workspace.reserve(rows * self._scratch_bytes_per_row), address(out),
+            self._workspace.num_threads,
         )  # fmt: skip
         if out.shape[1] != self._out_features:
             out = out[:, : self._out_features].contiguous()

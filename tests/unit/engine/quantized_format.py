@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.backends.cpu.byte_products import GROUP
 from engine.backends.cpu.quantized_linear import quantize_row
-from engine.backends.cpu.quantized_tile import COLUMNS, GROUP
+from engine.backends.cpu.quantized_tile import COLUMNS
 
 Wide = npt.NDArray[np.float64]
 

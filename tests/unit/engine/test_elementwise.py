@@ -8,6 +8,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
+from torch import from_numpy as tensor
 
 from engine.backends.cpu import elementwise
 from engine.backends.cpu.elementwise import SERIAL_ELEMENTS
@@ -54,7 +55,7 @@ def test_exp_saturates_beyond_its_range() -> None:
 def test_rms_norm(rows: int, width: int) -> None:
     x, weight = random(rows, width, seed=1), random(width, seed=2)
     out = poisoned(rows, width)
-    elementwise.rms_norm(x, weight, np.float32(1e-5), out)
+    elementwise.rms_norm(tensor(x), tensor(weight), 1e-5, tensor(out))
     np.testing.assert_allclose(out, norm_reference(x, weight, 1e-5), rtol=2e-6, atol=1e-6)
 
 
@@ -63,7 +64,7 @@ def test_add_rms_norm_adds_in_place_and_leaves_x(rows: int, width: int) -> None:
     x, residual = random(rows, width, seed=3), random(rows, width, seed=4)
     weight, out = random(width, seed=5), poisoned(rows, width)
     x_before, expected = x.copy(), x + residual
-    elementwise.add_rms_norm(x, residual, weight, np.float32(1e-5), out)
+    elementwise.add_rms_norm(tensor(x), tensor(residual), tensor(weight), 1e-5, tensor(out))
     assert np.array_equal(residual, expected)
     assert np.array_equal(x, x_before)
     np.testing.assert_allclose(out, norm_reference(expected, weight, 1e-5), rtol=2e-6, atol=1e-6)
@@ -71,7 +72,7 @@ def test_add_rms_norm_adds_in_place_and_leaves_x(rows: int, width: int) -> None:
 
 def test_rows_of_zeros_stay_zero() -> None:
     x, out = np.zeros((2, 32), np.float32), poisoned(2, 32)
-    elementwise.rms_norm(x, random(32, seed=6), np.float32(1e-6), out)
+    elementwise.rms_norm(tensor(x), tensor(random(32, seed=6)), 1e-6, tensor(out))
     assert not out.any()
 
 
@@ -85,7 +86,7 @@ def norm_reference(x: Array, weight: Array, eps: float) -> npt.NDArray[np.float6
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 40.0])
 def test_gated_activations(rows: int, width: int, gelu: bool, scale: float) -> None:
     gate_up, out = random(rows, 2 * width, seed=7, scale=scale), poisoned(rows, width)
-    elementwise.act_mul(gate_up, gelu, out)
+    elementwise.act_mul(tensor(gate_up), gelu, tensor(out))
     gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
     if gelu:
         inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
@@ -100,5 +101,5 @@ def test_gated_activations(rows: int, width: int, gelu: bool, scale: float) -> N
 def test_gates_beyond_the_range_of_exp_saturate(gelu: bool) -> None:
     gate_up = np.array([[-1e4, -200.0, 0.0, 200.0, 1e4, 1, 1, 1, 1, 1]], np.float32)
     out = poisoned(1, 5)
-    elementwise.act_mul(gate_up, gelu, out)
+    elementwise.act_mul(tensor(gate_up), gelu, tensor(out))
     np.testing.assert_allclose(out[0], [0, 0, 0, 200, 1e4], rtol=1e-6, atol=1e-30)

@@ -8,6 +8,7 @@ import torch
 
 from engine.backends.cpu.elementwise import SERIAL_ELEMENTS
 from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLinear, pack
+from engine.backends.cpu.workspace import Workspace
 from tests.unit.engine.quantized_format import dequantised, quantised_rows, random_matrix
 
 BITS = [8, 4]
@@ -20,7 +21,9 @@ MAX_ROWS = 40
 def test_every_row_count_gives_the_formats_exact_product(
     bits: int, out_features: int, in_features: int
 ) -> None:
-    linear = QuantizedLinear(random_matrix(out_features, in_features, seed=1), None, bits)
+    linear = QuantizedLinear(
+        random_matrix(out_features, in_features, seed=1), None, bits, Workspace()
+    )
     weight = dequantised(linear.packed, bits)[:out_features]
     x = random_matrix(MAX_ROWS, in_features, seed=2)
     codes, scales = quantised_rows(x)
@@ -35,7 +38,7 @@ def test_every_row_count_gives_the_formats_exact_product(
 
 @pytest.mark.parametrize("bits", BITS)
 def test_a_row_is_the_same_bits_in_every_batch(bits: int) -> None:
-    linear = QuantizedLinear(random_matrix(37, 576, seed=3), None, bits)
+    linear = QuantizedLinear(random_matrix(37, 576, seed=3), None, bits, Workspace())
     x = random_matrix(MAX_ROWS, 576, seed=4)
     alone = torch.cat([linear(x[row : row + 1]) for row in range(MAX_ROWS)])
     for rows in range(1, MAX_ROWS + 1):
@@ -45,7 +48,7 @@ def test_a_row_is_the_same_bits_in_every_batch(bits: int) -> None:
 
 
 def test_threads_that_share_the_quantising_change_nothing() -> None:
-    linear = QuantizedLinear(random_matrix(16, 576, seed=6), None, 8)
+    linear = QuantizedLinear(random_matrix(16, 576, seed=6), None, 8, Workspace())
     rows = SERIAL_ELEMENTS // 576 + 3
     x = random_matrix(rows, 576, seed=7)
     halves = torch.cat([linear(x[: rows // 2]), linear(x[rows // 2 :])])
@@ -58,7 +61,10 @@ def test_the_bias_is_added_to_every_row(bits: int, out_features: int) -> None:
     weight, bias = random_matrix(out_features, 64, seed=8), random_matrix(1, 64, seed=9)[0]
     x = random_matrix(5, 64, seed=10)
     bias = bias[:out_features]
-    plain, biased = QuantizedLinear(weight, None, bits)(x), QuantizedLinear(weight, bias, bits)(x)
+    plain, biased = (
+        QuantizedLinear(weight, None, bits, Workspace())(x),
+        QuantizedLinear(weight, bias, bits, Workspace())(x),
+    )
     assert torch.equal(biased, plain + bias)
 
 
@@ -68,7 +74,7 @@ def test_the_product_is_close_to_that_of_the_unquantised_weights(
 ) -> None:
     weight, x = random_matrix(64, 576, seed=11), random_matrix(8, 576, seed=12)
     exact = x.double() @ weight.double().T
-    found = QuantizedLinear(weight, None, bits)(x).double()
+    found = QuantizedLinear(weight, None, bits, Workspace())(x).double()
     assert (found - exact).norm() / exact.norm() < relative
 
 
@@ -84,7 +90,7 @@ def test_activations_are_rounded_to_the_nearest_code_of_their_group() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, -1e-30, 3e-20, -1e10, 1e30])
 def test_activations_of_any_magnitude(value: float) -> None:
-    linear = QuantizedLinear(torch.eye(32), None, 8)
+    linear = QuantizedLinear(torch.eye(32), None, 8, Workspace())
     x = torch.zeros(1, 32)
     x[0, 3] = value
     found = linear(x)[0].double().numpy()
@@ -105,5 +111,5 @@ def test_embedding_rows_are_the_dequantised_rows(token_ids: list[int]) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_no_rows_give_no_rows(bits: int) -> None:
-    linear = QuantizedLinear(random_matrix(16, 32, seed=15), None, bits)
+    linear = QuantizedLinear(random_matrix(16, 32, seed=15), None, bits, Workspace())
     assert linear(torch.empty(0, 32)).shape == (0, 16)
