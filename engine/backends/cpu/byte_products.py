@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,31 +137,33 @@ def group_sums(
             first = products.start(builder, row, products.lanes)
         sums += [first for _ in parts]
 
-    def turn(index: Any, sums: Sequence[Any]) -> list[Any]:
-        vectors = [_load_codes(builder, products, codes, index, part) for part in parts]
-        steps = [(vectors, index)]
-        if bits == 4:  # low nibbles are turns 0-3, high ones 4-7
-            halves = [_nibbles(builder, vector) for vector in vectors]
-            later = builder.add(index, ir.Constant(I64, GROUP // 8))
-            steps = [([low for low, _ in halves], index), ([high for _, high in halves], later)]
-        for of_step, number in steps:
-            prepared = [products.prepare(builder, vector) for vector in of_step]
-            offset = builder.mul(number, ir.Constant(I64, 4))
-            following = []
-            for row, address in enumerate(activations):
-                spread = products.spread(builder, builder.add(address, offset), products.lanes)
-                for part, ready in enumerate(prepared):
-                    total = sums[row * len(parts) + part]
-                    following.append(products.multiply(builder, total, ready, spread))
-            sums = following
-        return list(sums)
+    def turn(index: Any, sums: Sequence[Any], high: bool) -> list[Any]:
+        """4 k, of the codes' high nibbles if ``high``."""
+        prepared = []
+        for part in parts:
+            vector = _load_codes(builder, products, codes, index, part)
+            if bits == 4:
+                vector = _nibbles(builder, vector, high)
+            prepared.append(products.prepare(builder, vector))
+        number = builder.add(index, ir.Constant(I64, GROUP // 8 * high))
+        offset = builder.mul(number, ir.Constant(I64, 4))
+        following = []
+        for row, address in enumerate(activations):
+            spread = products.spread(builder, builder.add(address, offset), products.lanes)
+            for part, ready in enumerate(prepared):
+                total = sums[row * len(parts) + part]
+                following.append(products.multiply(builder, total, ready, spread))
+        return following
 
     num_turns = GROUP // 4 * bits // 8
-    if products.rolled:
-        sums = list(accumulate(builder, "turns", ir.Constant(I64, num_turns), sums, turn))
-    else:
-        for number in range(num_turns):
-            sums = turn(ir.Constant(I64, number), sums)
+    for high in (False, True) if bits == 4 else (False,):  # low nibbles are turns 0-3
+        step = partial(turn, high=high)
+        if products.rolled:
+            count = ir.Constant(I64, num_turns)
+            sums = list(accumulate(builder, "turns", count, sums, step, rolled=True))
+        else:
+            for index in range(num_turns):
+                sums = step(ir.Constant(I64, index), sums)
     finished = [products.finish(builder, total) for total in sums]
     return [finished[at : at + len(parts)] for at in range(0, len(finished), len(parts))]
 
@@ -172,12 +175,14 @@ def _load_codes(builder: Any, products: ByteProducts, codes: Any, turn: Any, par
     return load(builder, at, kind, 1)
 
 
-def _nibbles(builder: Any, packed: Any) -> tuple[Any, Any]:
-    """Low and high 4 bits of each byte. x86 shifts no bytes: shift words, then mask."""
-    mask = constant(packed.type, 15)
-    words = ir.VectorType(I16, packed.type.count // 2)
-    shifted = builder.lshr(builder.bitcast(packed, words), constant(words, 4))
-    return builder.and_(packed, mask), builder.and_(builder.bitcast(shifted, packed.type), mask)
+def _nibbles(builder: Any, packed: Any, high: bool) -> Any:
+    """Low or high 4 bits of each byte. x86 shifts no bytes: shift words, then mask."""
+    kind = packed.type
+    if high:
+        words = ir.VectorType(I16, kind.count // 2)
+        shifted = builder.lshr(builder.bitcast(packed, words), constant(words, 4))
+        packed = builder.bitcast(shifted, kind)
+    return builder.and_(packed, constant(kind, 15))
 
 
 def _spread_bytes(builder: Any, address: Any, lanes: int) -> Any:

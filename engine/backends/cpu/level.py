@@ -23,7 +23,7 @@ class CpuLevel(StrEnum):
     """Instruction sets that kernels are written for, poorest first within an architecture."""
 
     GENERIC = "generic"
-    """Whatever LLVM makes of plain vector code."""
+    """Whatever LLVM makes of plain vector code; not on x86, where it has no fused multiply-add."""
     AVX2 = "avx2"
     """With FMA and F16C, as every processor with AVX2 has them."""
     AVX_VNNI = "avx-vnni"
@@ -50,7 +50,6 @@ class _Target:
 
 
 _TARGETS = {
-    CpuLevel.GENERIC: _Target("x86-64-v2", "", "default", "SSE41"),
     CpuLevel.AVX2: _Target("x86-64-v3", "", "avx2", "AVX2"),
     CpuLevel.AVX_VNNI: _Target("x86-64-v3", "+avxvnni", "avx2", "AVX2_VNNI"),
     CpuLevel.AVX512: _Target("x86-64-v4", "", "avx512", "AVX512_CORE"),
@@ -60,9 +59,9 @@ _TARGETS = {
 
 
 def supported(features: dict[str, bool]) -> list[CpuLevel]:
-    """Levels that a processor with LLVM's ``features`` has, best last."""
+    """Levels that a processor with LLVM's ``features`` has, best last; none on an x86 of before."""
     has = {name for name, present in features.items() if present}
-    levels = [CpuLevel.GENERIC]
+    levels = [] if "sse2" in has else [CpuLevel.GENERIC]
     if {"avx2", "fma", "f16c"} <= has:
         levels.append(CpuLevel.AVX2)
         if "avxvnni" in has:
@@ -87,9 +86,11 @@ def _apply() -> CpuLevel:
     """Decide this process's level; before anything is compiled.
 
     Raises:
-        ConfigError: the variable names no level, or one that this processor lacks.
+        ConfigError: the variable names no level, or one that this processor lacks; or it has none.
     """
     levels = host_levels()
+    if not levels:
+        raise ConfigError("the CPU backend needs a processor with AVX2, FMA and F16C")
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
         return levels[-1]

@@ -174,7 +174,7 @@ class QuantizedLinear:
         self._out_features, self._in_features = weight.shape
         self.packed = pack(weight, bits)
         self._bias = bias
-        self._packed_address = self.packed.ctypes.data
+        self._packed_address, self._blocks = self.packed.ctypes.data, len(self.packed)
         self._kernel = _matmul_kernel(bits)
         # A scale and a sum for each group, and the codes.
         width = byte_products(LEVEL, bits).activation_dtype().itemsize
@@ -185,10 +185,9 @@ class QuantizedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] → [T, out] float32."""
         rows, size = x.shape
-        blocks = self.packed.shape[0]
-        out = torch.empty(rows, blocks * COLUMNS)
+        out = torch.empty(rows, self._blocks * COLUMNS)
         self._kernel(
-            address(x), rows, size, self._packed_address, blocks,
+            address(x), rows, size, self._packed_address, self._blocks,
             self._workspace.reserve(rows * self._scratch_bytes_per_row), address(out),
             self._workspace.num_threads,
         )  # fmt: skip

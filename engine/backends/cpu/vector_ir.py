@@ -173,11 +173,12 @@ def for_balanced_rows(
 
 def accumulate(
     builder: Any, name: str, count: Any, initial: Sequence[Any],
-    step: Callable[[Any, list[Any]], Sequence[Any]],
+    step: Callable[[Any, list[Any]], Sequence[Any]], *, rolled: bool = False,
 ) -> Sequence[Any]:  # fmt: skip
     """A loop of ``count`` ≥ 1 turns (int64) that keeps its totals in registers.
 
     ``step(index, totals)`` emits one turn and returns the new totals; the last ones are returned.
+    With ``rolled`` LLVM must not unroll it.
     """
     before = builder.basic_block
     loop = builder.append_basic_block(f"{name}.loop")
@@ -198,7 +199,18 @@ def accumulate(
     index.add_incoming(following, last)
     for phi, value in zip(totals, results, strict=True):
         phi.add_incoming(value, last)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    back = builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    if rolled:
+        back.set_metadata("llvm.loop", _never_unrolled(builder.module))
 
     builder.position_at_end(after)
     return results
+
+
+def _never_unrolled(module: ir.Module) -> Any:
+    """A loop's identity, which is a node that names itself first, and the wish."""
+    wish = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    unlike_others = ir.MetaDataString(module, f"loop {len(module.metadata)}")
+    identity = module.add_metadata([unlike_others, wish])
+    identity.operands = (identity, wish)
+    return identity
