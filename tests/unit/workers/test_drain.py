@@ -37,6 +37,9 @@ class IdleLoop:
     def handle(self, command: str) -> None:
         raise AssertionError(command)
 
+    def take_events(self) -> list[str]:
+        return []
+
     def step(self) -> tuple[list[str], bool]:
         return [], False
 

@@ -27,6 +27,9 @@ class EchoLoop:
         self.threads.add(threading.get_ident())
         self.handled.append(command)
 
+    def take_events(self) -> list[int]:
+        return []
+
     def step(self) -> tuple[list[int], bool]:
         self.threads.add(threading.get_ident())
         self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -37,6 +40,17 @@ class EchoLoop:
 
     def rest(self) -> None:
         self.rested.set()
+
+
+class PromptLoop(EchoLoop):
+    """Returns each command as an event at once."""
+
+    has_told = False
+
+    def take_events(self) -> list[int]:
+        events, self.handled = self.handled, []
+        self.has_told |= bool(events)
+        return events
 
 
 class Running:
@@ -68,6 +82,22 @@ async def test_commands_and_events_keep_their_order_and_their_threads() -> None:
     assert running.callers == {threading.get_ident()}
     assert len(loop.threads) == 1
     assert loop.threads != running.callers
+
+
+async def test_what_commands_led_to_is_told_before_the_step_that_follows() -> None:
+    may_end = threading.Event()
+
+    def on_step() -> None:
+        if loop.has_told:
+            assert may_end.wait(60)
+
+    loop = PromptLoop(on_step)
+    running = Running(loop)
+    running.thread.post(7)
+    assert await asyncio.wait_for(running.events.get(), 30) == 7
+    may_end.set()
+    await running.thread.close()
+    assert not running.crashed.done()
 
 
 async def test_only_the_model_thread_is_nice() -> None:
