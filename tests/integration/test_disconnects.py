@@ -76,6 +76,7 @@ def _num_open(cluster: RunningCluster) -> float:
     return float(match[1])
 
 
+@pytest.mark.timeout(1800)  # it computes 8000 tokens of prompts
 @on("int8-1p1d")
 def test_fifty_streams_left_at_different_moments(cluster: RunningCluster) -> None:
     bound_s = _bound_s(cluster)
