@@ -109,6 +109,12 @@ _ENGINE_FLAGS = (
     _Flag("block_size", int, "TOKENS", "token slots per KV block, a power of two"),
     _Flag("max_num_seqs", int, "SEQUENCES", "most sequences in one step"),
     _Flag("max_batched_tokens", int, "TOKENS", "most tokens computed in one step"),
+    _Flag(
+        "max_step_ms",
+        float,
+        "MS",
+        "time a step should take: chunks of prompts are as large as its own speed allows; 0: any",
+    ),
     _Flag("max_model_len", int, "TOKENS", "longest sequence; 0: the model's limit"),
     _Flag(
         "transport",

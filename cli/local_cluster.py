@@ -25,8 +25,8 @@ from mesh.model_files import resolve_model
 
 _ROOT = Path(__file__).resolve().parents[1]
 _REDIS_CONNECT_TIMEOUT_S = 3.0
-_STOP_TIMEOUT_S = 6.0
-"""A gateway lets running requests finish for 5 s."""
+_STOP_TIMEOUT_S = 15.0
+"""A gateway lets running requests finish for 5 s; the rest is for a machine that is busy."""
 
 _WORKER_HOST = "127.0.0.1"
 _ANY_URL = "redis://127.0.0.1:1"

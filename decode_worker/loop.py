@@ -115,6 +115,11 @@ class DecodeLoop:
             case BlocksFreed():
                 self._release_quarantine(command.transfer_id)
 
+    def take_events(self) -> list[Event]:
+        """See ``Loop``."""
+        events, self._events = self._events, []
+        return events
+
     def step(self) -> tuple[list[Event], bool]:
         """Advance every running sequence by one token; see ``Loop``."""
         worked = False
@@ -132,7 +137,7 @@ class DecodeLoop:
                 job = self._forget(sequence)
                 self._scheduler.finish(sequence)
                 self._fail(job, failed)
-        events, self._events = self._events, []
+        events = self.take_events()
         num_held = sum(len(held) for held in self._siblings.values())
         self.snapshot = take_snapshot(self._engine, num_held=num_held)
         return events, worked

@@ -26,6 +26,7 @@ from engine.profiling.session import ProfileSession
 from engine.sampler import SampledToken, needs_host, sample
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step_pace import StepPace
 from engine.step_plan import ScheduledChunk, StepPlan
 from engine.step_runner import ComputingStep
 from engine.tensor_parallel.group import TensorParallelGroup
@@ -143,12 +144,14 @@ class Engine:
         self._backend = backend
         num_blocks = self.kv_spec.num_blocks + config.num_staging_blocks
         self.kv_memory = backend.allocate_kv_cache(replace(self.kv_spec, num_blocks=num_blocks))
+        self.pace = StepPace(config.max_step_ms / 1000, config.max_batched_tokens)
         self.scheduler = Scheduler(
             BlockPool(self.kv_spec.num_blocks),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
             hands_off=config.role == "prefill",
+            pace=self.pace,
         )
         self.constrainer = Constrainer(files, self.model_config.vocab_size)
         self.fingerprint = _fingerprint(
@@ -337,6 +340,7 @@ class Engine:
         seconds = now_s - max(launched.start_s, self._last_done_s)
         self._last_done_s = now_s
         _STEP_TOKENS.observe(num_tokens)
+        self.pace.observe(num_tokens, seconds)
         if self.step_time_s == 0.0:
             self.step_time_s, self.tokens_per_s = seconds, num_tokens / seconds
             return

@@ -18,10 +18,14 @@ _IDLE_WAIT_S = 0.05
 
 
 class Loop(Protocol[CommandIn, Event]):
-    """A role's hot loop. Both methods run on the model thread only."""
+    """A role's hot loop. Its methods run on the model thread only."""
 
     def handle(self, command: CommandIn) -> None:
         """Apply one command from the control loop."""
+        ...
+
+    def take_events(self) -> list[Event]:
+        """What commands have led to; the control loop need not wait for a step to hear of it."""
         ...
 
     def step(self) -> tuple[list[Event], bool]:
@@ -34,7 +38,9 @@ class Loop(Protocol[CommandIn, Event]):
 
 
 class ModelThread(Generic[Command, Event]):
-    """Drains the inbox into ``loop.handle``, calls ``loop.step``, hands its events back.
+    """Drains the inbox into ``loop.handle``, calls ``loop.step``, hands the events of both back.
+
+    A command waits for the end of the step that runs, which the engine keeps short.
 
     ``post`` may be called from any thread. ``on_events`` runs in the event loop that called
     ``start``; ``on_crash`` too, once, if the loop raised: the worker must then end, since nothing
@@ -97,6 +103,8 @@ class ModelThread(Generic[Command, Event]):
                 self._wake.clear()
                 while self._inbox:
                     self._loop.handle(self._inbox.popleft())
+                if events := self._loop.take_events():
+                    self.emit(events)
                 events, worked = self._loop.step()
                 if events:
                     self.emit(events)

@@ -2,7 +2,7 @@
 
 One rule covers prefill, decode and recompute: a running sequence has ``num_uncomputed_tokens`` to
 compute; decoding ones have exactly one. Decodes are scheduled first, so a long prompt never stalls
-them; prompt chunks take what is left of the token budget. The scheduler never touches tensors.
+them; prompt chunks take what is left of the step's budget. The scheduler never touches tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from engine.block_pool import BlockPool
 from engine.launched_steps import LaunchedSteps
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, SequenceState
+from engine.step_budget import StepBudget
+from engine.step_pace import StepPace
 from engine.step_plan import ScheduledChunk, StepPlan
 
 MAX_PASSED = 16
@@ -38,15 +40,18 @@ class Scheduler:
         prefix_caching: bool = True,
         watermark: float = 0.01,
         hands_off: bool = False,
+        pace: StepPace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With ``hands_off``, sequences leave at their first token (a prefill worker's do)."""
+        """With ``hands_off``, sequences leave at their first token (a prefill worker's do).
+
+        ``pace`` bounds what prompts add to a step; None: only ``max_batched_tokens`` does.
+        """
         self.pool = pool
         self.block_size = block_size
         # With more, decodes alone could fill every step, and prompts would never be computed.
         self.max_num_seqs = min(max_num_seqs, max_batched_tokens)
         self.max_batched_tokens = max_batched_tokens
-        self.batch_chunk_tokens = min(batch_chunk_tokens, max_batched_tokens)
         self.prefix_cache = PrefixCache(pool, block_size, enabled=prefix_caching)
         self.num_preemptions = 0
         self.num_prefix_queries = 0
@@ -60,8 +65,7 @@ class Scheduler:
         self._hands_off = hands_off
         self._watermark_blocks = int(watermark * pool.num_blocks)
         self._clock = clock
-        self._keep_steps_small = False
-        self._least_batch_chunk = 0
+        self._budget = StepBudget(max_batched_tokens, batch_chunk_tokens, pace)
         self._waiting: list[Sequence] = []
         self._waiting_remote: set[Sequence] = set()
         self._waiting_for_kv: dict[str, Sequence] = {}
@@ -156,13 +160,10 @@ class Scheduler:
         """Plan the next step; allocates the blocks it needs, preempting when they run out."""
         plan = StepPlan()
         self._expire(plan)
-        self._keep_steps_small = any(
-            sequence.slo_class == "interactive" for sequence in (*self._running, *self._waiting)
-        )
-        self._least_batch_chunk = max(1, self.batch_chunk_tokens // 8)
-        budget = self.max_batched_tokens
-        budget = self._schedule_running(plan, budget)
-        self._admit_waiting(plan, budget)
+        live = (*self._running, *self._waiting)
+        self._budget.begin(keep_small=any(s.slo_class == "interactive" for s in live))
+        self._schedule_running(plan)
+        self._admit_waiting(plan)
         return plan
 
     def can_run_ahead(self) -> bool:
@@ -209,29 +210,21 @@ class Scheduler:
         holders = (*self._running, *self._sending.values())
         self.num_kv_tokens = sum(sequence.num_computed_tokens for sequence in holders)
 
-    def _chunk_limit(self, sequence: Sequence, budget: int) -> int:
-        """Prompt tokens that this sequence may add to the step.
-
-        Steps stay small while interactive sequences take part in them: then batch prompts fill them
-        up to ``batch_chunk_tokens`` only. Where decodes alone reach that, the first batch prompt
-        still gets an eighth of it: however many decode, it must end one day.
-        """
-        if sequence.slo_class == "interactive" or not self._keep_steps_small:
-            return budget
-        left = self.batch_chunk_tokens - (self.max_batched_tokens - budget)
-        return min(budget, max(left, self._least_batch_chunk))
-
     def _add_chunk(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
-        if sequence.slo_class == "batch" and sequence.num_uncomputed_tokens > 1:
-            self._least_batch_chunk = 0
+        self._budget.take(sequence, count)
         plan.chunks.append(ScheduledChunk(sequence, count))
 
-    def _schedule_running(self, plan: StepPlan, budget: int) -> int:
+    def _schedule_running(self, plan: StepPlan) -> None:
         self._running.sort(key=_by_urgency)
         decoding = [s for s in self._running if s.num_uncomputed_tokens == 1]
         prefilling = [s for s in self._running if s.num_uncomputed_tokens > 1]
-        for sequence in decoding + prefilling:
-            if budget == 0:
+        self._schedule_each(plan, decoding)
+        self._budget.begin_prompts()
+        self._schedule_each(plan, prefilling)
+
+    def _schedule_each(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if self._budget.num_left == 0:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.awaits_grammar:
                 continue  # preempted for a more urgent one in this very step, or not ready
@@ -239,20 +232,18 @@ class Scheduler:
                 continue
             count = sequence.num_uncomputed_tokens
             if count > 1:
-                count = min(count, self._chunk_limit(sequence, budget))
+                count = min(count, self._budget.chunk_limit(sequence))
             if count == 0:
                 continue
             if self._grow(sequence, sequence.num_computed_tokens + count, plan):
                 self._add_chunk(plan, sequence, count)
-                budget -= count
-        return budget
 
     def _is_leaving(self, sequence: Sequence) -> bool:
         """Whether the pending token is known to be its last one here."""
         ends = self._hands_off or sequence.next_output_index >= sequence.sampling.max_tokens
         return sequence.num_pending_tokens > 0 and ends
 
-    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
         self._waiting.sort(key=_by_urgency)
         may_hold = self._blocks_left_without_receiver()
         blocked: list[Sequence] = []
@@ -260,7 +251,8 @@ class Scheduler:
             if sequence.is_held_back:
                 continue
             remote = sequence in self._waiting_remote
-            limit = 0 if remote or sequence.awaits_grammar else self._chunk_limit(sequence, budget)
+            takes_none = remote or sequence.awaits_grammar
+            limit = 0 if takes_none else self._budget.chunk_limit(sequence)
             if not remote and limit == 0:
                 continue
             if not sequence.has_receiver and self._blocks_for(sequence.num_tokens) > may_hold:
@@ -288,9 +280,7 @@ class Scheduler:
             else:
                 sequence.move(SequenceState.RUNNING)
                 self._running.append(sequence)
-                count = min(sequence.num_uncomputed_tokens, limit)
-                self._add_chunk(plan, sequence, count)
-                budget -= count
+                self._add_chunk(plan, sequence, min(sequence.num_uncomputed_tokens, limit))
 
     def _blocks_left_without_receiver(self) -> int:
         """Blocks that sequences without receiver may still take: at most half the pool in all.

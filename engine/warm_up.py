@@ -1,4 +1,4 @@
-"""Compiles and touches every kernel before the first request."""
+"""Compiles and touches every kernel before the first request, and measures the first steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ _PROMPT_TOKENS = 40
 
 
 def warm_up(engine: Engine) -> None:
-    """Run a prompt and two decode steps through the engine, then forget it all."""
-    now_s = time.monotonic()
+    """Run a prompt and two decode steps through the engine, then forget it all but their pace."""
     length = min(_PROMPT_TOKENS, engine.max_sequence_tokens - 3)
     if length < 1:
         return
+    _run_prompt(engine, length)
+    if engine.group.size == 1:  # several ranks have done it before the first announced step
+        engine.runner.prepare(engine.model)
+    engine.pace.forget()  # it has measured the compiler
+    _run_prompt(engine, length)
+    engine.step_time_s = engine.tokens_per_s = 0.0
+
+
+def _run_prompt(engine: Engine, length: int) -> None:
+    now_s = time.monotonic()
     sequence = Sequence(
         request_id="warm-up",
         transfer_id="warm-up",
@@ -35,7 +44,4 @@ def warm_up(engine: Engine) -> None:
     while engine.scheduler.has_work:
         engine.step()
     engine.rest()
-    if engine.group.size == 1:  # several ranks have done it before the first announced step
-        engine.runner.prepare(engine.model)
     engine.scheduler.pool.forget_cached()
-    engine.step_time_s = engine.tokens_per_s = 0.0

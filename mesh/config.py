@@ -139,6 +139,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most sequences in one step."""
     max_batched_tokens: int = 512
     """Most tokens computed in one step (the prefill chunk budget)."""
+    max_step_ms: float = 250.0
+    """Time that a step should take at most, in ms: prompts get chunks that the worker computes in
+    it by its own measured speed. What is to be heard between steps (an abort) waits that long.
+    0: any."""
     max_model_len: int = 0
     """Longest sequence in tokens; 0: the model's own limit."""
     transport: TransportName = "auto"
@@ -197,6 +201,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
         _check_range("max_num_seqs", self.max_num_seqs, 1, 65536)
         _check_range("max_batched_tokens", self.max_batched_tokens, 1, 1 << 20)
+        _check_range("max_step_ms", self.max_step_ms, 0, 600_000)
         _check_range("max_model_len", self.max_model_len, 0, 1 << 24)
         _check_choice("transport", self.transport, TRANSPORTS)
         _check_range("kv_layer_groups", self.kv_layer_groups, 1, 64)

@@ -126,6 +126,11 @@ class PrefillLoop:
                 for transfer_id, job in self._jobs.items():
                     job.sequence.is_held_back = self._receivers[transfer_id] in self._congested
 
+    def take_events(self) -> list[Event]:
+        """See ``Loop``."""
+        events, self._events = self._events, []
+        return events
+
     def step(self) -> tuple[list[Event], bool]:
         """Compute one chunk batch; see ``Loop``."""
         worked = False
@@ -145,7 +150,7 @@ class PrefillLoop:
                 self._give_up(sequence, failed)
             if outcome.displaced is not None:
                 self._displace(outcome.displaced)
-        events, self._events = self._events, []
+        events = self.take_events()
         self.snapshot = take_snapshot(self._engine)
         return events, worked
 
@@ -230,7 +235,7 @@ class PrefillLoop:
 
         Whether the answer ends at its first token is not known yet, so its blocks go too.
         """
-        ready, self._events = self._events, []
+        ready = self.take_events()
         for chunk in chunks:
             transfer_id = chunk.sequence.transfer_id
             start, blocks = self._finished_blocks(

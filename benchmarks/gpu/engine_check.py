@@ -85,7 +85,7 @@ def _engine(folder: Path, weights: WeightScheme, device: Device, *, overlap: boo
     config = WorkerConfig(
         role="decode", worker_id="check", redis_url="redis://127.0.0.1:1", model=str(folder),
         weights=weights, kv_blocks=256, max_num_seqs=12, max_batched_tokens=128,
-        max_model_len=SMALL["max_position_embeddings"],
+        max_model_len=SMALL["max_position_embeddings"], max_step_ms=0.0,
     )  # fmt: skip
     return Engine(config, GpuBackend(weights, device), overlap=overlap)
 

@@ -143,7 +143,7 @@ class Cluster:
                 assert node.role is not None
                 node.events.extend(node.role.poll())
 
-    def run_until(self, is_reached: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def run_until(self, is_reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Step until the condition holds; the fake clock stands still meanwhile."""
         deadline_s = time.monotonic() + timeout_s
         while not is_reached():

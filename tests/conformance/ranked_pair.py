@@ -125,7 +125,7 @@ class RankedPair:
         for side in (*self.p_sides, *self.d_sides):
             side.poll()
 
-    def run_until(self, is_reached: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def run_until(self, is_reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not is_reached():
             assert time.monotonic() < deadline_s, (self.p_events, self.d_events)

@@ -36,6 +36,18 @@ _KINDS = {
 }
 
 
+_TIMEOUT_S = 600
+"""Of a test here: its cluster may have to compile kernels first, on a slow machine for minutes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests of real clusters more time than pyproject.toml gives all."""
+    for item in items:
+        here = item.path.is_relative_to(Path(__file__).parent)
+        if here and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
+
+
 def on(*kinds: str) -> pytest.MarkDecorator:
     """Run a test on these kinds of cluster."""
     return pytest.mark.parametrize("cluster", kinds, indirect=True)
@@ -57,7 +69,7 @@ def cluster(
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     """Any number of connections, and time enough for a slow machine."""
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=240)
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=500)
     ) as session:
         yield session
 

@@ -60,7 +60,7 @@ class OtlpReceiver:
         self._server.server_close()
         self._thread.join()
 
-    def wait_for(self, trace_id: str, names: set[str], timeout_s: float = 20.0) -> list[Any]:
+    def wait_for(self, trace_id: str, names: set[str], timeout_s: float = 60.0) -> list[Any]:
         """The spans of a trace, once they have all these names."""
         start_s = time.monotonic()
         while True:

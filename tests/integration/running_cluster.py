@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
@@ -55,7 +56,7 @@ class RunningCluster:
 
     def get(self, path: str) -> Any:
         """The JSON at ``path``."""
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return json.load(response)
 
     def census(self) -> dict[str, dict[str, int]]:
@@ -63,13 +64,34 @@ class RunningCluster:
         workers = self.get("/debug/census")["workers"]
         return {worker["id"]: {key: worker.get(key, -1) for key in _CENSUS} for worker in workers}
 
-    def wait_idle(self, timeout_s: float = 2.0) -> float:
+    def wait_idle(self, timeout_s: float = 60.0) -> float:
         """Wait until the census is the one after the start; seconds it took."""
         start_s = time.monotonic()
         while (now := self.census()) != self.start_census:
             assert time.monotonic() - start_s < timeout_s, f"{now} is not {self.start_census}"
             time.sleep(0.02)
         return time.monotonic() - start_s
+
+    def measure_step_s(self) -> float:
+        """Seconds that a prefill worker takes for a step of a long prompt, on average."""
+        [worker] = [w for w in self.get("/debug/census")["workers"] if w["role"] == "prefill"]
+        prompt = random.choices(range(10, 40_000), k=700)
+        body = json.dumps({"prompt": prompt, "max_tokens": 1, "ignore_eos": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/v1/completions", body, headers)
+        num_before = _num_steps(worker["http_endpoint"])
+        start_s = time.monotonic()
+        with urllib.request.urlopen(request, timeout=240) as response:
+            response.read()
+        elapsed_s = time.monotonic() - start_s
+        return elapsed_s / (_num_steps(worker["http_endpoint"]) - num_before)
+
+
+def _num_steps(endpoint: str) -> int:
+    with urllib.request.urlopen(f"{endpoint}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    [line] = [line for line in lines if line.startswith("vllm:iteration_tokens_total_count{")]
+    return round(float(line.split()[-1]))
 
 
 async def ask(

@@ -24,7 +24,7 @@ WORKERS = {"prefill": "prefill", "decode": "decode"}
 _PASSWORD = "only-in-these-namespaces"
 _REDIS_PORT = 6379
 _HTTP_PORT = 8000
-_START_TIMEOUT_S = 90.0
+_START_TIMEOUT_S = 300.0
 _VALKEY_CONFIG = f"""\
 bind 0.0.0.0
 port {_REDIS_PORT}
@@ -112,7 +112,7 @@ class SeparateRoles:
         for name, process in self._processes.items():
             assert process.poll() is None, f"{name} ended:\n{self.logs()}"
         try:
-            with urllib.request.urlopen(f"{self._url}/ready", timeout=2) as response:
+            with urllib.request.urlopen(f"{self._url}/ready", timeout=10) as response:
                 return bool(response.status == 200)
         except OSError:
             return False

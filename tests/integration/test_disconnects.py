@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
 import socket
+import statistics
 import struct
 import time
 import urllib.request
@@ -18,6 +20,9 @@ from tests.integration.running_cluster import RunningCluster
 from tests.integration.up_process import wait_until
 
 _NUM_DISCONNECTS = 50
+_PROMPT_LENGTHS = (8, 17, 200, 700)
+_RELEASE_S = 0.1
+"""After a client has left, beside one step, until nothing is held for it."""
 _RST_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -37,7 +42,7 @@ class _RawClient:
             f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        self._socket = socket.create_connection((address.hostname, address.port), timeout=30)
+        self._socket = socket.create_connection((address.hostname, address.port), timeout=240)
         self._socket.sendall(head.encode() + body)
 
     def read_events(self, count: int) -> None:
@@ -55,29 +60,49 @@ class _RawClient:
         self._socket.close()
 
 
+def _bound_s(cluster: RunningCluster) -> float:
+    """What a client's leave may take, by this machine's speed just now."""
+    asked_s = time.monotonic()
+    for _ in range(5):
+        cluster.census()
+    census_s = (time.monotonic() - asked_s) / 5  # asked over and over while it is waited for
+    return _RELEASE_S + cluster.measure_step_s() + 2 * census_s
+
+
 def _num_open(cluster: RunningCluster) -> float:
-    text = urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10).read().decode()
+    text = urllib.request.urlopen(f"{cluster.url}/metrics", timeout=60).read().decode()
     match = re.search(r"^pdmesh:gateway_open_requests(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
     assert match is not None
     return float(match[1])
 
 
+@pytest.mark.timeout(1800)  # it computes 8000 tokens of prompts
 @on("int8-1p1d")
 def test_fifty_streams_left_at_different_moments(cluster: RunningCluster) -> None:
-    slowest_s = 0.0
-    num_before_first_token = 0
+    bound_s = _bound_s(cluster)
+    prefilling: dict[int, list[float]] = {length: [] for length in _PROMPT_LENGTHS}
+    decoding: list[float] = []
     for turn in range(_NUM_DISCONNECTS):
-        client = _RawClient(cluster, num_prompt_tokens=(8, 17, 200, 700)[turn % 4], stream=True)
+        length = _PROMPT_LENGTHS[turn % 4]
+        client = _RawClient(cluster, num_prompt_tokens=length, stream=True)
         if turn % 5 < 2:  # before the first token: while it is admitted, queued or computed
-            num_before_first_token += 1
             time.sleep(0.015 * (turn % 7))
+            taken_s = prefilling[length]
         else:
             client.read_events(1 + turn % 6)
+            taken_s = decoding
         client.leave(reset=turn % 2 == 0)
-        slowest_s = max(slowest_s, cluster.wait_idle(2.0))
-    assert num_before_first_token == 20
-    wait_until(lambda: _num_open(cluster) == 0, 2)
-    print(f"slowest return of the census: {1000 * slowest_s:.0f} ms")
+        taken_s.append(cluster.wait_idle())
+    assert sum(map(len, prefilling.values())) == 20
+    wait_until(lambda: _num_open(cluster) == 0)
+    # Of each kind the one in the middle: the machine may be busy with something else.
+    medians_s = [statistics.median(taken_s) for taken_s in (*prefilling.values(), decoding)]
+    slowest_s = max(*decoding, *itertools.chain(*prefilling.values()))
+    print(
+        f"the census returned within {1000 * max(medians_s):.0f} ms as a rule, "
+        f"{1000 * slowest_s:.0f} ms at most; bound {1000 * bound_s:.0f} ms"
+    )
+    assert max(medians_s) <= bound_s, (medians_s, bound_s)
 
 
 @on("int8-1p1d")
@@ -87,8 +112,8 @@ def test_sixteen_leave_at_once(cluster: RunningCluster) -> None:
         client.read_events(2)
     for client in clients:
         client.leave(reset=False)
-    cluster.wait_idle(2.0)
-    wait_until(lambda: _num_open(cluster) == 0, 2)
+    cluster.wait_idle()
+    wait_until(lambda: _num_open(cluster) == 0)
 
 
 @on("int8-1p1d")
@@ -96,7 +121,7 @@ def test_sixteen_leave_at_once(cluster: RunningCluster) -> None:
 def test_leaving_without_stream(cluster: RunningCluster, num_prompt_tokens: int) -> None:
     for reset in (False, True):
         client = _RawClient(cluster, num_prompt_tokens=num_prompt_tokens, stream=False)
-        wait_until(lambda: any(held["running"] for held in cluster.census().values()), 5)
+        wait_until(lambda: any(held["running"] for held in cluster.census().values()))
         client.leave(reset=reset)
-        cluster.wait_idle(2.0)
-        wait_until(lambda: _num_open(cluster) == 0, 2)
+        cluster.wait_idle()
+        wait_until(lambda: _num_open(cluster) == 0)

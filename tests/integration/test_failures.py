@@ -10,18 +10,15 @@ import time
 from typing import Any
 
 import aiohttp
-import pytest
 
 from tests.integration.conftest import on
 from tests.integration.reference import MARGIN, Reference
 from tests.integration.running_cluster import RunningCluster, ask, joined, stream
 from tests.integration.up_process import wait_until
 
-_RECOVERY_TIMEOUT_S = 90.0
+_RECOVERY_TIMEOUT_S = 300.0
 _LONG = 2000
 _PROMPT = [{"role": "user", "content": "Write a short story about a lighthouse keeper."}]
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def _busy(cluster: RunningCluster, role: str) -> list[str]:
@@ -37,9 +34,7 @@ def _kill(cluster: RunningCluster, name: str) -> None:
 def _wait_recovered(cluster: RunningCluster, *killed: str) -> None:
     """What lived is clean at once; what was killed comes back."""
     survivors = cluster.start_census.keys() - set(killed)
-    wait_until(
-        lambda: all(cluster.census().get(n) == cluster.start_census[n] for n in survivors), 3
-    )
+    wait_until(lambda: all(cluster.census().get(n) == cluster.start_census[n] for n in survivors))
     cluster.wait_idle(_RECOVERY_TIMEOUT_S)
 
 
@@ -163,7 +158,7 @@ async def test_the_registry_freezes_and_dies(
         answer = await ask(cluster, session, _PROMPT, max_tokens=16)
         assert answer.token_ids == expected.token_ids
     finally:
-        wait_until(lambda: cluster.up.children().get("valkey", valkey) != valkey, 15)
+        wait_until(lambda: cluster.up.children().get("valkey", valkey) != valkey)
     _wait_recovered(cluster)
     answer = await ask(cluster, session, _PROMPT, max_tokens=16)
     assert answer.token_ids == expected.token_ids

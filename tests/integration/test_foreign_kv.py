@@ -42,7 +42,7 @@ _FLAGS = (
     *("--lease-s", str(_LEASE_S)),
 )
 
-pytestmark = pytest.mark.timeout(90 + 2 * _NUM_ROUNDS)
+pytestmark = pytest.mark.timeout(600 + 4 * _NUM_ROUNDS)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ async def test_freed_blocks_hold_nothing_foreign(
         with net.entered("gateway"):
             cluster = RunningCluster(roles)
             # Ready with one prefill worker: the census to come back to has both.
-            wait_until(lambda: len(cluster.census()) == len(_WORKERS), 30)
+            wait_until(lambda: len(cluster.census()) == len(_WORKERS))
             cluster.start_census = cluster.census()
             expected: dict[tuple[int, ...], list[int]] = {}
             for first in range(0, len(text_ids), _TOKENS):
@@ -141,7 +141,7 @@ async def test_freed_blocks_hold_nothing_foreign(
             for _ in range(_NUM_ROUNDS):
                 await rounds.play()
             print(f"\n{rounds.seen} in {time.monotonic() - start_s:.0f} s")
-            cluster.wait_idle(_LEASE_S)
+            cluster.wait_idle()
             await session.close()
     finally:
         roles.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
-import pytest
 
 from tests.integration.conftest import on
 from tests.integration.prompts import Case, cases
@@ -14,8 +13,6 @@ from tests.integration.running_cluster import Answer, RunningCluster, ask
 
 _NUM_CLIENTS = 16
 EOS_ID = 2
-
-pytestmark = pytest.mark.timeout(400)
 
 
 async def _ask(

@@ -100,7 +100,6 @@ def _engine_perplexity(weights: Weights, kv_dtype: KVDtype, ids: list[int]) -> f
         return _perplexity(engine.model.forward(batch), ids)
 
 
-@pytest.mark.timeout(300)
 def test_perplexity(reference: Reference, text_ids: list[int]) -> None:
     expected = _perplexity(reference.logits(text_ids, len(text_ids)), text_ids)
     fp32 = _engine_perplexity("fp32", "fp32", text_ids)
@@ -156,11 +155,8 @@ async def test_the_same_answers(
 async def test_an_answer_does_not_depend_on_the_batch(
     cluster: RunningCluster, session: aiohttp.ClientSession, text_ids: list[int]
 ) -> None:
-    """Exactly. All prompts fit one step's budget of tokens together: a prompt that is cut in two
-    off a tile's edge is computed in other attention tiles, whose float sums differ in the last bits
-    (see docs/adr/0002)."""
+    """Exactly, however the prompts were cut to fill steps (see docs/adr/0002)."""
     prompts = [text_ids[7 * index : 7 * index + 12 + index] for index in range(16)]
-    assert sum(len(prompt) for prompt in prompts) < 512
     fields = {"max_tokens": 12, "ignore_eos": True}
     alone = [
         await ask(cluster, session, prompt, cache_salt=f"alone {index}", **fields)

@@ -24,13 +24,12 @@ from tests.integration.running_cluster import RunningCluster
 from tests.integration.separate_roles import SeparateRoles, nodes
 from tests.integration.up_process import wait_until
 
-_RESTART_TIMEOUT_S = 30.0
+_RESTART_TIMEOUT_S = 300.0
 _NUM_OUTPUT = 12
 _WORKER_FLAGS = (
     *("--weights", "fp32", "--kv-memory-mib", "160", "--max-model-len", "1024"),
     *("--max-batched-tokens", "128", "--lease-s", str(LEASE_S)),
 )
-pytestmark = pytest.mark.timeout(180)
 
 
 @dataclass
@@ -98,7 +97,7 @@ async def test_over_ucx(site: Site, fault: Fault) -> None:
 
 async def _try(site: Site, fault: Fault) -> None:
     with site.network.entered("gateway"):
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=90)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
             await _suffer(site, session, fault)
 
 
@@ -121,7 +120,7 @@ async def _suffer(site: Site, session: aiohttp.ClientSession, fault: Fault) -> N
             if fault.moment == "transfer":
                 assert not readings[0].done(), "its KV came through"
             if fault.kills:
-                wait_until(lambda: _is_idle_but(site, fault.kills), LEASE_S)
+                wait_until(lambda: _is_idle_but(site, fault.kills))
     finally:
         fault.heal(site.roles, site.network)
     healed_s = time.monotonic()
@@ -129,7 +128,7 @@ async def _suffer(site: Site, session: aiohttp.ClientSession, fault: Fault) -> N
     answered_s = time.monotonic()
     if fault.kills:
         wait_until(lambda: _all_linked(site), _RESTART_TIMEOUT_S)
-    idle_s = site.cluster.wait_idle(LEASE_S)
+    idle_s = site.cluster.wait_idle()
     print(
         f"\n{fault}: victim {victim.error or 'equal'}, bystander {bystander.error or 'equal'}; "
         f"struck and healed {healed_s - start_s:.1f} s, answered {answered_s - healed_s:.1f} s, "
@@ -140,7 +139,7 @@ async def _suffer(site: Site, session: aiohttp.ClientSession, fault: Fault) -> N
     for reading in (victim, bystander, later):
         expected = site.expected[tuple(reading.prompt)]
         assert reading.tokens == (expected[: len(reading.tokens)] if reading.error else expected)
-    site.cluster.wait_idle(LEASE_S)
+    site.cluster.wait_idle()
 
 
 def _all_linked(site: Site) -> bool:

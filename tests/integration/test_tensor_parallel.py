@@ -28,8 +28,6 @@ _FLAGS = ("--port", "0", "--weights", "fp32", "--kv-blocks", "64")
 _PROMPTS = ("The river", "snow lies until the morning", "x" * 150, "Zwölf 🚣 boats " * 12)
 _NUM_TOKENS = 24
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,7 +68,7 @@ def start_cluster(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Runnin
 
 
 async def _answers(cluster: RunningCluster) -> list[list[int]]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=500)) as session:
         asked = (
             ask(cluster, session, prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
             for prompt in _PROMPTS
@@ -142,7 +140,7 @@ async def test_between_different_numbers_of_ranks(
     ranks = [pid for name in ("prefill-0", "decode-0") for pid in _followers(children[name])]
     assert len(ranks) == 1
     cluster.up.process.send_signal(signal.SIGTERM)
-    code, _, errors = cluster.up.finish(20)
+    code, _, errors = cluster.up.finish(100)
     assert code == 0, errors
     assert all(map(_is_gone, ranks))
 
@@ -164,8 +162,8 @@ async def test_a_rank_dies_mid_stream(
             ranks = [worker, *_followers(worker)]
             os.kill(ranks[1], signal.SIGKILL)
     assert joined(events).token_ids == undisturbed.token_ids
-    wait_until(lambda: all(map(_is_gone, ranks)), 5)
-    cluster.wait_idle(60)  # it is back
+    wait_until(lambda: all(map(_is_gone, ranks)))
+    cluster.wait_idle(300)  # it is back
     log = cluster.up.errors.read_text()
     assert f"rank 1 of {killed} ended: killed by SIGKILL" in log
 
@@ -173,8 +171,8 @@ async def test_a_rank_dies_mid_stream(
     worker = cluster.up.children()["prefill-0"]
     (follower,) = _followers(worker)
     os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: _is_gone(follower), 5)
-    cluster.wait_idle(60)
+    wait_until(lambda: _is_gone(follower))
+    cluster.wait_idle(300)
     again = await ask(cluster, session, _PROMPTS[0], **fields)
     assert again.token_ids == undisturbed.token_ids
     children = cluster.up.children()
@@ -182,7 +180,7 @@ async def test_a_rank_dies_mid_stream(
              for pid in (children[name], *_followers(children[name]))]  # fmt: skip
     assert len(ranks) == 6
     cluster.up.process.kill()
-    wait_until(lambda: all(map(_is_gone, ranks)), 5)
+    wait_until(lambda: all(map(_is_gone, ranks)))
 
 
 async def test_three_ranks_of_the_packaged_model(

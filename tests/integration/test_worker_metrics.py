@@ -13,7 +13,7 @@ from tests.integration.running_cluster import RunningCluster, ask
 
 
 def scrape(endpoint: str) -> dict[str, float]:
-    text = urllib.request.urlopen(f"{endpoint}/metrics", timeout=10).read().decode()
+    text = urllib.request.urlopen(f"{endpoint}/metrics", timeout=60).read().decode()
     samples = re.findall(r"^((?:vllm|pdmesh):\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in samples}
 

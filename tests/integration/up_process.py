@@ -72,7 +72,7 @@ class Up:
             os.kill(pid, signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Poll ``condition``, which another process brings about."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -53,6 +53,7 @@ def test_the_defaults_are_the_configurations_own() -> None:
         block_size=st.sampled_from([1, 8, 16, 256]),
         max_num_seqs=st.integers(1, 65536),
         max_batched_tokens=st.integers(1, 1 << 20),
+        max_step_ms=st.floats(0, 600_000),
         max_model_len=st.integers(0, 1 << 24),
         transport=st.sampled_from(["ucx", "tcp"]),
         threads=st.integers(0, 1024),

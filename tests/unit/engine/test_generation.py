@@ -193,6 +193,20 @@ def test_warm_up_leaves_no_trace(tiny_llama: TinyLlama) -> None:
     assert pool.num_free == pool.num_blocks
     assert not engine.scheduler.has_work
     assert engine.step_time_s == engine.tokens_per_s == 0.0
+    assert engine.num_forwards == 6, "the second time measures what the first has compiled"
     probe = new_sequence([0] * 40, 1, cache_salt="warm-up")
     generate(engine, probe)
     assert probe.num_cached_tokens == 0
+
+
+def test_prompts_are_cut_by_the_measured_time(tiny_llama: TinyLlama) -> None:
+    engine = tiny_llama.engine(max_step_ms=1000.0)
+    for _ in range(8):
+        engine.pace.observe(100, 4.0)
+    sequence = new_sequence(random_prompt(200, seed=12), 4)
+    engine.scheduler.add(sequence)
+    engine.step()
+    assert sequence.num_computed_tokens == 25
+    finish_ended(engine)
+    assert sequence.token_ids[200:] == tiny_llama.greedy(sequence.token_ids[:200], 4)
+    assert engine.pace.limit_tokens() != 25, "these steps were measured, too"

@@ -40,7 +40,7 @@ def _logits(
     """The subject's logits at each of 6 sampled positions."""
     config = WorkerConfig(
         role="decode", worker_id="t", redis_url="redis://127.0.0.1:1/0", model=folder,
-        weights=weights, kv_blocks=64, max_batched_tokens=budget,
+        weights=weights, kv_blocks=64, max_batched_tokens=budget, max_step_ms=0.0,
     )  # fmt: skip
     engine = Engine(config, CpuBackend(config.weights, 2))
     subject = _sequence("subject", prompt, 6)

@@ -9,6 +9,8 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
+from engine.step_budget import LEAST_PROMPT_TOKENS
+from engine.step_pace import StepPace
 from engine.step_plan import StepPlan
 from mesh.messages import SloClass
 from tests.unit.engine.tiny_llama import new_sequence
@@ -146,3 +148,37 @@ def test_decodes_leave_batch_prompts_something_of_every_step(num_decoding: int) 
     for _ in range(50):
         assert step(scheduler).num_tokens <= max(num_decoding + 2, 8)
     assert all(sequence.state is SequenceState.FINISHED for sequence in batch)
+
+
+def slow_pace(num_tokens: int) -> StepPace:
+    """Of a worker that computes just ``num_tokens`` in time."""
+    pace = StepPace(1.0, 32)
+    pace.observe(100, 100 / (num_tokens + 0.5))
+    assert pace.limit_tokens() == num_tokens
+    return pace
+
+
+def test_prompts_take_what_is_computed_in_time_beside_decodes() -> None:
+    scheduler = make_scheduler(pace=slow_pace(20))
+    first = arrive(scheduler, "interactive", 50, 0.0)
+    assert counts(step(scheduler)) == {first: 20}
+    assert counts(step(scheduler)) == {first: 20}
+    second = arrive(scheduler, "interactive", 50, 1.0)
+    assert counts(step(scheduler)) == {first: 10, second: 10}
+    assert counts(step(scheduler)) == {first: 1, second: 19}
+
+
+def test_on_the_slowest_worker_prompts_still_go_on_beside_decodes() -> None:
+    scheduler = make_scheduler(pace=slow_pace(1))
+    decoding = [arrive(scheduler, "interactive", 1, 0.0) for _ in range(6)]
+    step(scheduler)
+    prompt = arrive(scheduler, "interactive", 50, 1.0)
+    assert counts(step(scheduler)) == {**dict.fromkeys(decoding, 1), prompt: LEAST_PROMPT_TOKENS}
+
+
+def test_batch_prompts_share_small_steps_on_a_slow_worker_too() -> None:
+    scheduler = make_scheduler(pace=slow_pace(20))
+    decoding = [arrive(scheduler, "interactive", 1, 0.0) for _ in range(3)]
+    step(scheduler)
+    batch = arrive(scheduler, "batch", 50, 1.0)
+    assert counts(step(scheduler)) == {**dict.fromkeys(decoding, 1), batch: 5}

@@ -40,7 +40,9 @@ _PROMPT_LENGTHS = (1, 15, 17, 40, 90)
 
 
 def _config(folder: Path | str, **fields: Any) -> WorkerConfig:
-    defaults: dict[str, Any] = {"kv_blocks": 64, "max_batched_tokens": 48, "weights": "fp32"}
+    defaults: dict[str, Any] = {
+        "kv_blocks": 64, "max_batched_tokens": 48, "max_step_ms": 0.0, "weights": "fp32",
+    }  # fmt: skip
     return WorkerConfig(
         role="decode",
         worker_id="test",

@@ -48,7 +48,7 @@ class TinyLlama:
         self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def engine(self, *, overlap: bool = False, **fields: Any) -> Engine:
-        """A fresh engine in float32, 64 blocks of 16 slots unless told otherwise.
+        """A fresh engine unless told otherwise: float32, 64 blocks of 16 slots, steps of any time.
 
         With ``overlap`` each step is planned ahead of a device that computes as late as it may.
         """
@@ -59,6 +59,7 @@ class TinyLlama:
             "model": str(self.folder),
             "weights": "fp32",
             "kv_blocks": 64,
+            "max_step_ms": 0.0,
         }
         config = WorkerConfig(**{**defaults, **fields})
         config.validate()

@@ -42,7 +42,7 @@ _epochs = itertools.count(1)
 Tamper = Callable[[TokenOutput], Sequence[TokenOutput]]
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Poll ``condition`` until it holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110

@@ -174,13 +174,16 @@ async def test_late_messages_of_an_older_attempt_are_ignored(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_disconnect_aborts_both_legs_within_100_ms(
+async def test_disconnect_aborts_both_legs_within_100_ms_of_a_round_trip(
     client: Client, cluster: ScriptedCluster, stream: bool
 ) -> None:
     prefill, decode = await cluster.pair(Script(answer=[28], delay_s=0.005))
     await cluster.show_all()
-    delays_s = []
+    delays_s, round_trips_s = [], []
     for _ in range(3):  # the best of three: the machine may be busy with something else
+        asked_s = time.monotonic()
+        async with client.session.get(f"{cluster.url}/health"):
+            round_trips_s.append(time.monotonic() - asked_s)
         prefill.seen.aborts.clear()
         decode.seen.aborts.clear()
         left_s = await leave_early(cluster, decode, stream=stream)
@@ -188,7 +191,7 @@ async def test_disconnect_aborts_both_legs_within_100_ms(
         delays_s.append(max(decode.seen.aborts[0][1], prefill.seen.aborts[0][1]) - left_s)
         await wait_until(lambda: decode.num_running == 0)
         await wait_until(lambda: cluster.frontend.num_open_requests == 0)
-    assert min(delays_s) < 0.1
+    assert min(delays_s) < 0.1 + max(round_trips_s)
     assert all(not worker.legs for worker in cluster.cluster.workers)
 
 
@@ -255,7 +258,7 @@ async def test_slow_reader_is_dropped(client: Client, cluster: ScriptedCluster) 
         % (len(body), body)
     )
     await wait_until(lambda: len(decode.seen.requests) == 16)
-    await wait_until(lambda: cluster.frontend.num_open_requests == 0, timeout_s=30)
+    await wait_until(lambda: cluster.frontend.num_open_requests == 0)
     assert all(not worker.legs for worker in cluster.cluster.workers)
     writer.close()
     assert dropped() == dropped_before + 1

@@ -78,7 +78,7 @@ def test_any_request_is_answered_as_the_document_says(
     )
     @given(case=api[operation.path][operation.method.upper()].as_strategy(mode))
     def check(case: schemathesis.Case) -> None:
-        response = case.call(base_url=live.url, session=session, timeout=20)
+        response = case.call(base_url=live.url, session=session, timeout=100)
         statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
 
@@ -86,7 +86,7 @@ def test_any_request_is_answered_as_the_document_says(
     assert sum(statuses.values()) >= (NUM_EXAMPLES if operation.bodies else 1)
     if mode is GenerationMode.POSITIVE and operation.path != "/v1/models/{id}":
         assert statuses[200], statuses
-    give_up_s = time.monotonic() + 10
+    give_up_s = time.monotonic() + 60
     while live.frontend.num_open_requests:  # a stream's client is done before its handler
         assert time.monotonic() < give_up_s
         time.sleep(0.01)

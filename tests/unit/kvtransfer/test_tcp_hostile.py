@@ -41,7 +41,7 @@ class Target:
 
     def is_hung_up_on(self, dialer: socket.socket) -> bool:
         dialer.setblocking(False)
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + 60
         while time.monotonic() < deadline_s:
             self.arrivals += self.transport.poll_arrivals()
             try:
@@ -108,7 +108,7 @@ def test_truncated_frame(target: Target) -> None:
 def test_withdrawn_midway(target: Target, how: str) -> None:
     with target.dial() as dialer:
         dialer.sendall(target.greeting + pack_frame_head(b"h", WHOLE, [1, 2]) + BLOCK)
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + 60
         while bytes(target.memory.block(1)) != BLOCK and time.monotonic() < deadline_s:
             target.transport.poll_arrivals()
         if how == "fence":

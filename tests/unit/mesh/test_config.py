@@ -71,6 +71,7 @@ def test_a_bad_gateway_field_is_named(field: str, value: Any) -> None:
         ("block_size", 24),
         ("max_num_seqs", 0),
         ("max_batched_tokens", 0),
+        ("max_step_ms", -1.0),
         ("max_model_len", -1),
         ("transport", "smoke"),
         ("threads", -1),

@@ -55,7 +55,7 @@ def kept(leases: GpuLeaseTable, uuids: tuple[str, ...]) -> Iterator[GpuLease]:
         lease.close()
 
 
-def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not come about"
@@ -121,7 +121,7 @@ def test_a_wait_ends_with_a_release(redis: Redis) -> None:
     take(first, redis, ONE)
     timer = threading.Timer(0.2, first.release, [[GPU]])
     timer.start()
-    assert take(table(redis, "d1"), redis, ONE, wait_s=5.0) == (GPU,)
+    assert take(table(redis, "d1"), redis, ONE, wait_s=60.0) == (GPU,)
     timer.join()
     assert leased_by(redis, GPU) == ["d1"]
     first.release([GPU])
@@ -139,18 +139,18 @@ def test_a_wait_can_be_cancelled(redis: Redis) -> None:
 
 
 def test_a_kept_lease_outlives_its_life_and_ends_with_its_worker(redis: Redis) -> None:
-    leases = table(redis, "d0", life_ms=300)
+    leases = table(redis, "d0", life_ms=1500)
     with kept(leases, take(leases, redis, ONE)) as lease:
-        time.sleep(0.7)
+        time.sleep(2.5)
         assert leased_by(redis, GPU) == ["d0"]
     assert redis.keys("pdmesh:gpu:*") == []
     lease.close()
 
 
 def test_the_gpu_of_a_dead_worker_is_free_after_the_leases_life(redis: Redis) -> None:
-    take(table(redis, "d0", life_ms=300), redis, ONE)  # and nobody renews it
     started_s = time.monotonic()
-    assert take(table(redis, "d1"), redis, ONE, wait_s=5.0) == (GPU,)
+    take(table(redis, "d0", life_ms=300), redis, ONE)  # and nobody renews it
+    assert take(table(redis, "d1"), redis, ONE, wait_s=60.0) == (GPU,)
     assert time.monotonic() - started_s > 0.2
 
 
@@ -173,7 +173,7 @@ def test_a_worker_that_was_silent_too_long_leaves_the_gpu_to_the_next(redis: Red
     lost: list[bool] = []
     leases = table(redis, "d0", life_ms=100)
     lease = GpuLease(leases, take(leases, redis, ONE), lambda: lost.append(True), renew_s=0.4)
-    assert take(table(redis, "d1"), redis, ONE, wait_s=2.0) == (GPU,)
+    assert take(table(redis, "d1"), redis, ONE, wait_s=60.0) == (GPU,)
     until(lambda: lost)
     assert lease.lost == Holder("d1", 5, 1)
     lease.close()

@@ -14,6 +14,7 @@ import pytest
 from mesh.errors import WorkerLost
 from mesh.links import SILENCE_S
 from mesh.messages import PeerRef, StatusRequest
+from tests.unit.loop_lag import watched_loop
 from tests.unit.mesh.recording_links import EPOCH, Dialer
 from tests.unit.mesh.until import until
 
@@ -55,11 +56,10 @@ async def test_a_killed_process_is_down_at_once(peer: Peer) -> None:
     await dialer.link.connect()
     dialer.link.send(StatusRequest(seq=1))
     await until(lambda: dialer.messages == [StatusRequest(seq=2)])
-    started_s = time.monotonic()
     peer.process.kill()
     await until(lambda: dialer.down)
-    assert time.monotonic() - started_s < 0.5
     assert isinstance(dialer.down[0], WorkerLost)
+    assert "broke" in str(dialer.down[0]), "not by its silence"
     assert not dialer.link.send(StatusRequest(seq=3))
 
 
@@ -68,8 +68,9 @@ async def test_a_frozen_process_is_down_after_the_silence(peer: Peer) -> None:
     await dialer.link.connect()
     os.kill(peer.process.pid, signal.SIGSTOP)
     started_s = time.monotonic()
-    await until(lambda: dialer.down)
-    assert SILENCE_S - 0.5 < time.monotonic() - started_s < SILENCE_S + 1.0
+    async with watched_loop() as lag:
+        await until(lambda: dialer.down)
+    assert SILENCE_S - 0.5 < time.monotonic() - started_s < SILENCE_S + 1.0 + 10 * lag.worst_s
     assert isinstance(dialer.down[0], WorkerLost)
     os.kill(peer.process.pid, signal.SIGCONT)
     # The thawed worker learns that its dialer is gone, and takes a new link.

@@ -1,6 +1,7 @@
 """Control links over real sockets: greeting, refusal, bad bytes, and every way a peer is lost."""
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -31,6 +32,7 @@ from mesh.messages import (
     StatusRequest,
     TransferNack,
 )
+from tests.unit.loop_lag import watched_loop
 from tests.unit.mesh.recording_links import EPOCH, Dialer, Server
 from tests.unit.mesh.until import until
 
@@ -55,7 +57,7 @@ async def dialer(server: Server) -> AsyncIterator[Dialer]:
 def rogue(server: Server) -> Iterator[zmq.Socket[bytes]]:
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.linger = 0
-    dealer.rcvtimeo = 5000
+    dealer.rcvtimeo = 60_000
     dealer.connect(server.links.endpoint)
     yield dealer
     dealer.close()
@@ -114,9 +116,13 @@ async def test_a_full_queue_says_no_and_never_blocks(server: Server, dialer: Dia
     assert dialer.link.send(StatusRequest(seq=1))
 
 
-async def test_a_closed_dialer_is_down_at_once(server: Server, dialer: Dialer) -> None:
-    await dialer.link.close()
-    await until(lambda: server.down == ["g0"], timeout_s=1.0)
+async def test_a_closed_dialer_is_down_at_once(
+    server: Server, dialer: Dialer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        await dialer.link.close()
+        await until(lambda: server.down == ["g0"])
+    assert "connection broke" in caplog.text, "not by its silence"
     assert not server.links.send("g0", StatusRequest(seq=1))
 
 
@@ -137,7 +143,8 @@ async def test_what_a_dialer_sent_before_it_left_is_delivered_before_its_loss(
 
 async def test_a_closed_server_is_down_at_once(server: Server, dialer: Dialer) -> None:
     await server.links.close()
-    await until(lambda: dialer.down, timeout_s=1.0)
+    await until(lambda: dialer.down)
+    assert "broke" in str(dialer.down[0]), "not by its silence"
     assert [type(error) for error in dialer.down] == [WorkerLost]
     assert not dialer.link.is_up
     assert server.down == []
@@ -155,10 +162,8 @@ async def test_nobody_listening_fails_at_once() -> None:
     with zmq.Context.instance().socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
     dialer = Dialer(PeerRef(worker_id="w0", epoch=1, endpoint=f"tcp://127.0.0.1:{port}"))
-    started_s = time.monotonic()
-    with pytest.raises(WorkerLost, match="cannot be reached"):
-        await dialer.link.connect(timeout_s=5.0)
-    assert time.monotonic() - started_s < 1.0
+    with pytest.raises(WorkerLost, match="cannot be reached"):  # it would else not have answered
+        await dialer.link.connect(timeout_s=60.0)
     assert len(dialer.down) == 1
 
 
@@ -226,7 +231,7 @@ async def test_a_newer_start_replaces_the_old_link(server: Server, dialer: Diale
     await until(lambda: newer.messages)
     assert dialer.messages == []
     # The old one's next ping tells it that it is no longer known.
-    await until(lambda: dialer.down, timeout_s=1.0)
+    await until(lambda: dialer.down)
     assert server.down == ["g0"], "the old connection's end is not the new one's"
     assert newer.link.is_up
     await newer.link.close()
@@ -346,8 +351,9 @@ async def test_a_dialer_that_falls_silent_is_down(server: Server, rogue: zmq.Soc
     rogue.send(encode(Hello(peer_id="rogue", epoch=1)))
     await until(lambda: server.links.num_peers == 1)
     started_s = time.monotonic()
-    await until(lambda: server.down == ["rogue"])
-    assert SILENCE_S - 0.5 < time.monotonic() - started_s < SILENCE_S + 1.0
+    async with watched_loop() as lag:
+        await until(lambda: server.down == ["rogue"])
+    assert SILENCE_S - 0.5 < time.monotonic() - started_s < SILENCE_S + 1.0 + 10 * lag.worst_s
 
 
 async def test_a_stalled_loop_does_not_blame_its_peers(server: Server, dialer: Dialer) -> None:

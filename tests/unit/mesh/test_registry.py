@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 
@@ -14,12 +15,15 @@ from mesh.errors import ConfigError
 from mesh.messages import LoadSnapshot, WorkerGpu, WorkerInfo
 from mesh.registry import ClusterView, Registration
 from mesh.registry_keys import (
+    HEARTBEAT_S,
+    HEARTBEAT_TTL_S,
     MAX_VALUE_BYTES,
     WORKERS_KEY,
     decode_value,
     encode_value,
     worker_key,
 )
+from tests.unit.loop_lag import watched_loop
 from tests.unit.mesh.until import until
 
 
@@ -79,10 +83,14 @@ async def test_a_worker_appears_with_its_load_and_leaves_at_once(valkey: Embedde
         await registration.start()
         await until(lambda: view.workers())
         num_running = 3
-        await until(lambda: view.workers()[0].load == load(3), timeout_s=2.0)
+        await until(lambda: view.workers()[0].load == load(3))
         assert view.workers()[0].info == info()
         await registration.close()
-        await until(lambda: not view.workers(), timeout_s=1.0)
+        closed_s = time.monotonic()
+        async with watched_loop() as lag:
+            await until(lambda: not view.workers())
+        expires_s = HEARTBEAT_TTL_S - HEARTBEAT_S
+        assert time.monotonic() - closed_s < expires_s + 10 * lag.worst_s
         assert changes == [[("p0", 5)], []]
     client = Redis.from_url(valkey.url)
     assert await client.keys("*") == [], "a worker that left leaves nothing in Redis"
@@ -95,7 +103,7 @@ async def test_a_view_that_starts_later_reads_what_is_there(valkey: EmbeddedValk
         await until(lambda: all(r.redis_up for r in registrations))
         view = ClusterView(valkey.url)
         async with running(view):
-            await until(lambda: len(view.workers()) == 20, timeout_s=2.0)
+            await until(lambda: len(view.workers()) == 20)
             assert all(entry.load == load() for entry in view.workers())
 
 
@@ -107,7 +115,7 @@ async def test_a_worker_that_died_expires(valkey: EmbeddedValkey) -> None:
         await until(lambda: view.workers())
         assert registration._task is not None
         registration._task.cancel()  # as kill -9 would: no farewell
-        await until(lambda: not view.workers(), timeout_s=6.0)
+        await until(lambda: not view.workers())
         await registration.close()
 
 

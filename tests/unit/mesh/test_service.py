@@ -25,7 +25,7 @@ def test_a_signal_sets_the_stop_event(number: signal.Signals) -> None:
 
     async def main(stop: asyncio.Event) -> None:
         os.kill(os.getpid(), number)
-        await asyncio.wait_for(stop.wait(), 5)
+        await asyncio.wait_for(stop.wait(), 60)
         stopped.append(True)
 
     run_service(main)
@@ -38,9 +38,9 @@ def test_a_second_signal_cancels() -> None:
     async def main(stop: asyncio.Event) -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(stop.wait(), 5)
+            await asyncio.wait_for(stop.wait(), 60)
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(5)
+            await asyncio.sleep(60)
         except asyncio.CancelledError:
             cancelled.append(True)
             raise
@@ -121,13 +121,13 @@ def test_a_child_dies_with_a_killed_parent() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    asyncio.run(until(lambda: not _alive(child_pid), timeout_s=5.0))
+    asyncio.run(until(lambda: not _alive(child_pid)))
 
 
 def test_a_child_whose_parent_is_already_gone_exits() -> None:
     code = "from mesh.service import die_with_parent;die_with_parent(1 << 22);print('alive')"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, timeout=100
     )
     assert (done.returncode, done.stdout) == (1, "")
 

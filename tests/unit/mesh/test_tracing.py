@@ -8,6 +8,9 @@ import sys
 import threading
 import time
 
+import pytest
+
+import mesh.tracing
 from mesh.tracing import Tracing, open_tracing, wall_ns
 
 
@@ -24,11 +27,14 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
 
 def test_moments_become_wall_clock() -> None:
     ago_s = 2.5
-    expected_ns = time.time_ns() - int(ago_s * 1e9)
-    assert abs(wall_ns(time.monotonic() - ago_s) - expected_ns) < 50_000_000
+    before_ns = time.time_ns()
+    found_ns = wall_ns(time.monotonic() - ago_s) + int(ago_s * 1e9)
+    slack_ns = 1_000_000  # two clocks, one of them adjusted
+    assert before_ns - slack_ns <= found_ns <= time.time_ns() + slack_ns
 
 
-def test_a_collector_that_is_not_there_holds_nothing_up() -> None:
+def test_a_collector_that_is_not_there_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh.tracing, "_CLOSE_TIMEOUT_S", 0.1)
     tracing = open_tracing("http://127.0.0.1:9", "gateway", "g")
     assert isinstance(tracing, Tracing)
     now_s = time.monotonic()
@@ -45,7 +51,7 @@ def test_a_collector_that_is_not_there_holds_nothing_up() -> None:
     child.end(now_s, {"x": 1}, error="worker_lost")
     unsampled.end(now_s)
     tracing.close()
-    assert time.monotonic() - now_s < 5.0
+    assert any(thread.name == "tracing" for thread in threading.enumerate()), "it still tries"
     # The exporter gives up a moment later; until then it draws random numbers, which Hypothesis
     # does not forgive in the tests that follow.
     for thread in threading.enumerate():

@@ -37,6 +37,9 @@ class IdleLoop:
     def handle(self, command: str) -> None:
         raise AssertionError(command)
 
+    def take_events(self) -> list[str]:
+        return []
+
     def step(self) -> tuple[list[str], bool]:
         return [], False
 
@@ -72,7 +75,7 @@ async def test_it_ends_when_the_last_work_has(held: str) -> None:
     await load.looked(3)
     assert not draining.done()
     load.hold()
-    assert await asyncio.wait_for(draining, 5)
+    assert await asyncio.wait_for(draining, 50)
 
 
 async def test_work_that_comes_before_the_gateways_have_heard_is_done_too() -> None:
@@ -84,13 +87,13 @@ async def test_work_that_comes_before_the_gateways_have_heard_is_done_too() -> N
     await load.looked(8)
     assert not draining.done()
     load.hold()
-    assert await asyncio.wait_for(draining, 5)
+    assert await asyncio.wait_for(draining, 50)
 
 
 async def test_it_gives_up_in_time(caplog: pytest.LogCaptureFixture) -> None:
     start_s = time.monotonic()
     assert not await drain(Load(running=2, waiting=1), 0.05)
-    assert 0.05 <= time.monotonic() - start_s < 5
+    assert 0.05 <= time.monotonic() - start_s < 50
     assert "running=2 waiting=1" in caplog.text
 
 
@@ -140,7 +143,7 @@ async def test_a_stopped_worker_says_so_and_serves_on_until_its_work_has_ended(
     assert worker.runtime.draining
     assert not worker.run.done()
     load.hold()
-    await asyncio.wait_for(worker.run, 10)
+    await asyncio.wait_for(worker.run, 50)
 
 
 async def test_a_second_signal_stops_it_at_once(tiny_llama: TinyLlama) -> None:
@@ -151,7 +154,7 @@ async def test_a_second_signal_stops_it_at_once(tiny_llama: TinyLlama) -> None:
     await load.looked(5)
     worker.run.cancel()  # what mesh.service does at the second signal
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(worker.run, 10)
+        await asyncio.wait_for(worker.run, 50)
 
 
 async def test_without_a_time_for_it_nothing_is_awaited(tiny_llama: TinyLlama) -> None:
@@ -159,4 +162,4 @@ async def test_without_a_time_for_it_nothing_is_awaited(tiny_llama: TinyLlama) -
     worker = Worker(tiny_llama, load, 0)
     await worker.started()
     worker.stop.set()
-    await asyncio.wait_for(worker.run, 10)
+    await asyncio.wait_for(worker.run, 50)

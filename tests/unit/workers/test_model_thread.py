@@ -27,6 +27,9 @@ class EchoLoop:
         self.threads.add(threading.get_ident())
         self.handled.append(command)
 
+    def take_events(self) -> list[int]:
+        return []
+
     def step(self) -> tuple[list[int], bool]:
         self.threads.add(threading.get_ident())
         self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -37,6 +40,17 @@ class EchoLoop:
 
     def rest(self) -> None:
         self.rested.set()
+
+
+class PromptLoop(EchoLoop):
+    """Returns each command as an event at once."""
+
+    has_told = False
+
+    def take_events(self) -> list[int]:
+        events, self.handled = self.handled, []
+        self.has_told |= bool(events)
+        return events
 
 
 class Running:
@@ -62,7 +76,7 @@ async def test_commands_and_events_keep_their_order_and_their_threads() -> None:
     running = Running(loop)
     for command in range(500):
         running.thread.post(command)
-    found = [await asyncio.wait_for(running.events.get(), 10) for _ in range(500)]
+    found = [await asyncio.wait_for(running.events.get(), 60) for _ in range(500)]
     await running.thread.close()
     assert found == list(range(500))
     assert running.callers == {threading.get_ident()}
@@ -70,12 +84,28 @@ async def test_commands_and_events_keep_their_order_and_their_threads() -> None:
     assert loop.threads != running.callers
 
 
+async def test_what_commands_led_to_is_told_before_the_step_that_follows() -> None:
+    may_end = threading.Event()
+
+    def on_step() -> None:
+        if loop.has_told:
+            assert may_end.wait(60)
+
+    loop = PromptLoop(on_step)
+    running = Running(loop)
+    running.thread.post(7)
+    assert await asyncio.wait_for(running.events.get(), 30) == 7
+    may_end.set()
+    await running.thread.close()
+    assert not running.crashed.done()
+
+
 async def test_only_the_model_thread_is_nice() -> None:
     loop = EchoLoop()
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     running = Running(loop)
     running.thread.post(0)
-    await asyncio.wait_for(running.events.get(), 10)
+    await asyncio.wait_for(running.events.get(), 60)
     await running.thread.close()
     assert loop.niceness == before + 3
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
@@ -84,7 +114,7 @@ async def test_only_the_model_thread_is_nice() -> None:
 async def test_an_idle_loop_rests() -> None:
     loop = EchoLoop()
     running = Running(loop)
-    assert await asyncio.to_thread(loop.rested.wait, 10)
+    assert await asyncio.to_thread(loop.rested.wait, 60)
     await running.thread.close()
 
 
@@ -92,7 +122,7 @@ async def test_a_command_wakes_an_idle_loop() -> None:
     running = Running(EchoLoop())
     for command in range(3):
         running.thread.post(command)
-        assert await asyncio.wait_for(running.events.get(), 10) == command
+        assert await asyncio.wait_for(running.events.get(), 60) == command
     await running.thread.close()
 
 
@@ -100,7 +130,7 @@ async def test_after_close_no_step_is_taken() -> None:
     loop = EchoLoop()
     running = Running(loop)
     running.thread.post(1)
-    await asyncio.wait_for(running.events.get(), 10)
+    await asyncio.wait_for(running.events.get(), 60)
     await running.thread.close()
     num_steps = loop.num_steps
     running.thread.post(2)
@@ -116,7 +146,7 @@ async def test_a_crash_is_told_once_and_ends_the_thread() -> None:
 
     loop = EchoLoop(fail)
     running = Running(loop)
-    error = await asyncio.wait_for(running.crashed, 10)
+    error = await asyncio.wait_for(running.crashed, 60)
     await running.thread.close()
     assert loop.num_steps == 1
     with pytest.raises(RuntimeError, match="out of order"):

@@ -22,7 +22,7 @@ def gpu_engine(
     defaults: dict[str, Any] = {
         "role": "decode", "worker_id": "w", "redis_url": "redis://localhost",
         "model": str(folder), "kv_blocks": 24, "max_num_seqs": 6, "max_batched_tokens": 48,
-        "max_model_len": 128,
+        "max_model_len": 128, "max_step_ms": 0.0,
     }  # fmt: skip
     config = WorkerConfig(weights=weights, **{**defaults, **fields})
     config.validate()
