@@ -1,4 +1,4 @@
-"""With quantised weights no bit of a token's logits depends on how it was scheduled."""
+"""No bit of a token's logits depends on how it was scheduled."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _logits(
     return rows
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp32"])
 def test_chunks_batches_and_recomputation_give_equal_bits(
     weights: str, tiny_llama: TinyLlama
 ) -> None:
