@@ -193,11 +193,18 @@ def _gpu_backend(config: WorkerConfig, rank: int) -> tuple[Backend, GpuCacheSize
 def weight_scheme(config: WorkerConfig, device: DeviceKind = "cpu") -> Weights:
     """The configured scheme, or what holds the file's own precision; never ``auto``.
 
+    On a CPU that cannot multiply bytes, fp32 is faster than either kind of quantised weights.
+
     Raises:
         ConfigError: the model is unusable, or a CPU does not compute with the scheme.
     """
     if config.weights != "auto":
         return config.weights if device == "cuda" else _cpu_scheme(config.weights)
+    if device == "cpu":
+        from engine.backends.cpu.level import LEVEL  # loads LLVM, as little as ``_cpu_backend``
+
+        if not LEVEL.multiplies_bytes:
+            return "fp32"
     _, source = open_model(resolve_model(config.model))
     with source:
         bits = source.bits_per_weight()

@@ -10,6 +10,7 @@ nothing across steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -152,6 +153,14 @@ class Backend(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Take a [out, in] float32 weight over into the device's stored form."""
+        ...
+
+    def router(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Take a [num_experts, H] float32 weight over: [T, H] activations → [T, num_experts].
+
+        In float32 whatever the other weights are: they are few, and another choice of experts is
+        another model.
+        """
         ...
 
     def embedding_and_head(

@@ -235,7 +235,7 @@ class Decoder:
         if not config.num_experts:
             return self._load_gated(source, prefix)
         return MoeMlp(
-            router=source.get(f"{prefix}gate.weight").to(self._backend.device),
+            router=self._backend.router(source.get(f"{prefix}gate.weight")),
             experts=[
                 self._load_gated(source, f"{prefix}experts.{expert}.")
                 for expert in range(config.num_experts)

@@ -39,20 +39,17 @@ class GatedMlp:
 
 @dataclass(slots=True, frozen=True)
 class MoeMlp:
-    """Each token runs through its top k experts (Shazeer et al., arXiv:1701.06538).
+    """Each token runs through its top k experts (Shazeer et al., arXiv:1701.06538)."""
 
-    Router weights stay float32: they are small, and a flipped choice is a different model.
-    """
-
-    router: torch.Tensor
-    """[num_experts, H]"""
+    router: Callable[[torch.Tensor], torch.Tensor]
+    """[T, H] → [T, num_experts] float32."""
     experts: list[GatedMlp]
     num_experts_per_tok: int
     norm_topk_prob: bool
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] → [T, H]; one pass per expert that any token chose."""
-        probabilities = torch.softmax(hidden.float() @ self.router.T, dim=-1)
+        probabilities = torch.softmax(self.router(hidden), dim=-1)
         weights, chosen = torch.topk(probabilities, self.num_experts_per_tok, dim=-1)
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)

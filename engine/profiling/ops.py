@@ -167,6 +167,9 @@ class _RangedBackend:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return self._backend.linear(weight, bias)
 
+    def router(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self._backend.router(weight)
+
     def embedding_and_head(
         self, embedding: torch.Tensor, head: torch.Tensor | None
     ) -> tuple[Embedding, Linear]:

@@ -75,6 +75,10 @@ class CpuBackend:
             return Float32Linear(weight, bias, self._workspace)
         return QuantizedLinear(weight, bias, _BITS[self._weights], self._workspace)
 
+    def router(self, weight: torch.Tensor) -> Float32Linear:
+        """See Backend."""
+        return Float32Linear(weight, None, self._workspace)
+
     def embedding_and_head(
         self, embedding: torch.Tensor, head: torch.Tensor | None
     ) -> tuple[Embedding, Linear]:

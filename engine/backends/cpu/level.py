@@ -36,6 +36,11 @@ class CpuLevel(StrEnum):
     NEON_I8MM = "neon-i8mm"
     """Those of unsigned by signed bytes as well."""
 
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether quantised products are faster than those of float32."""
+        return self is not CpuLevel.GENERIC
+
 
 @dataclass(slots=True, frozen=True)
 class _Target:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.backends.base import (
@@ -79,6 +81,11 @@ class GpuBackend:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """See Backend."""
         return self._linears.linear(weight, bias)
+
+    def router(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See Backend."""
+        columns = weight.to(self.device).T
+        return lambda x: x.float() @ columns
 
     def embedding_and_head(
         self, embedding: torch.Tensor, head: torch.Tensor | None

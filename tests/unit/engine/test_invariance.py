@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from mesh.config import WorkerConfig
 from mesh.messages import SamplingParams
+from tests.unit.engine.families import random_model
 from tests.unit.engine.tiny_llama import TinyLlama
 
 PROMPT = [(7 * i * i + 3 * i) % 90 + 3 for i in range(75)]
@@ -68,11 +70,7 @@ def _logits(
     return rows
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "fp32"])
-def test_chunks_batches_and_recomputation_give_equal_bits(
-    weights: str, tiny_llama: TinyLlama
-) -> None:
-    folder = str(tiny_llama.folder)
+def check(folder: str, weights: str) -> None:
     alone = _logits(folder, 512, weights, PROMPT)
     assert len(alone) == 6
     for budget in (1, 7, 16, 33):
@@ -84,3 +82,15 @@ def test_chunks_batches_and_recomputation_give_equal_bits(
     answer = [int(row.argmax()) for row in alone]
     again = _logits(folder, 512, weights, PROMPT + answer[:5])
     assert torch.equal(again[0], alone[5])
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp32"])
+def test_chunks_batches_and_recomputation_give_equal_bits(
+    weights: str, tiny_llama: TinyLlama
+) -> None:
+    check(str(tiny_llama.folder), weights)
+
+
+def test_nor_do_those_of_experts(tmp_path: Path) -> None:
+    random_model("qwen3-moe", tmp_path)
+    check(str(tmp_path), "fp32")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.backends.cpu.level import CpuLevel
 from engine.device import DeviceKind
 from engine.start import weight_scheme
 from mesh.config import Weights, WorkerConfig
@@ -41,6 +42,13 @@ def test_safetensors_are_held_in_8_bits(saved_model: Callable[..., tuple[Any, Pa
 def test_the_packaged_model_is_a_4_bit_file_and_a_given_scheme_is_kept() -> None:
     assert scheme(None) == "int4"
     assert scheme(None, "fp32") == "fp32"
+
+
+def test_a_cpu_that_multiplies_no_bytes_holds_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.backends.cpu.level.LEVEL", CpuLevel.GENERIC)
+    assert scheme(None) == "fp32"
+    assert scheme(None, "int4") == "int4"
+    assert scheme(None, device="cuda") == "int4"
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp16", "w8a8"])
