@@ -200,7 +200,8 @@ async def test_profiles_of_both_roles(
 
     async def load() -> None:
         while not stop.is_set():
-            await ask(observed, session, prompt(), max_tokens=16, ignore_eos=True)
+            # Short ones: every step of a prefill worker ends a prompt and samples.
+            await ask(observed, session, prompt()[:12], max_tokens=16, ignore_eos=True)
 
     loading = [asyncio.create_task(load()) for _ in range(3)]
     asked = [
@@ -253,7 +254,7 @@ async def test_the_command_prints_a_table(
     profiling = asyncio.create_task(asyncio.to_thread(run))
     await asyncio.sleep(0.2)
     while not profiling.done():
-        await ask(observed, session, prompt(), max_tokens=8, ignore_eos=True)
+        await ask(observed, session, prompt()[:12], max_tokens=8, ignore_eos=True)
     assert await profiling == 0
     printed = capsys.readouterr().out
     assert "decode-0 (decode): 3 steps" in printed
