@@ -79,7 +79,8 @@ class LocalCluster:
             raise flag_error(error) from error
         self._valkey: EmbeddedValkey | None = None
         self._gateway: ChildProcess | None = None
-        self._workers: list[ChildProcess] = []
+        self.workers: list[ChildProcess] = []
+        """In the order of ``worker_configs``, once started."""
 
     def _share_gpus(self, show: Callable[[str], None]) -> None:
         """Without --gpu-slots: as many workers on a GPU as it takes for all to have one."""
@@ -122,7 +123,7 @@ class LocalCluster:
         for config in self.worker_configs:
             name = config.worker_id[config.worker_id.rindex(config.role) :]
             child = self._child(name, config.role, config)
-            self._workers.append(child)
+            self.workers.append(child)
             self.supervisor.start(child)
         self._gateway = self._child("gateway", "gateway", self.gateway_config)
         self.supervisor.start(self._gateway)
@@ -131,7 +132,7 @@ class LocalCluster:
         """Stop in the order in which nobody misses anybody: gateway, workers, Valkey."""
         valkey = [self._valkey.child] if self._valkey is not None else []
         gateway = [self._gateway] if self._gateway is not None else []
-        self.supervisor.stop([gateway, self._workers, valkey], _STOP_TIMEOUT_S)
+        self.supervisor.stop([gateway, self.workers, valkey], _STOP_TIMEOUT_S)
 
     def _child(self, name: str, command: str, config: GatewayConfig | WorkerConfig) -> ChildProcess:
         path = os.environ.get("PYTHONPATH", "")

@@ -52,6 +52,11 @@ class Progress:
         else:
             print(line, file=sys.stderr, flush=True)
 
+    def step(self, line: str) -> None:
+        """Print a line of what ``pending`` tells on a terminal."""
+        if self._status is None:
+            self.show(line)
+
     def pending(self, text: str) -> None:
         """Say beside the spinner what is still awaited."""
         if self._status is not None:

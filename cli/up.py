@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from cli.gateway_client import GatewayClient
+from cli.kernel_progress import KernelProgress
 from cli.local_cluster import LocalCluster
 from cli.progress import Progress
 from mesh.errors import ConfigError, PdmeshError, Unavailable
@@ -100,6 +101,7 @@ def _wait_until_ready(
     cluster: LocalCluster, progress: Progress, stop: _StopSignal, timeout_s: float
 ) -> None:
     client = GatewayClient(cluster.url)
+    kernels = KernelProgress(cluster.workers)
     awaited = {config.worker_id for config in cluster.worker_configs}
     gateway_up = False
     deadline_s = time.monotonic() + timeout_s
@@ -120,10 +122,12 @@ def _wait_until_ready(
             if not awaited and client.is_ready():
                 return
         waits_for = sorted(awaited) + ([] if gateway_up else ["gateway"])
-        progress.pending(f"starting {', '.join(waits_for) or 'links'}")
+        compiling = kernels.poll(progress)
+        progress.pending(compiling or f"starting {', '.join(waits_for) or 'links'}")
         if time.monotonic() > deadline_s:
             names = ", ".join(waits_for) or "links between the processes"
-            raise Unavailable(f"not ready after {timeout_s:g} s; still waiting for {names}")
+            text = f"not ready after {timeout_s:g} s; still waiting for {names}"
+            raise Unavailable(f"{text} ({compiling})" if compiling else text)
         time.sleep(_POLL_INTERVAL_S)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
 import threading
 import time
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +33,7 @@ from mesh.model_files import resolve_model
 
 if TYPE_CHECKING:
     from engine.backends.cpu.backend import WeightScheme
+    from engine.backends.cpu.kernel_compiler import KernelCompiler
 
 _INT4_BELOW_BITS = 5.25
 """Between llama.cpp's 4-bit files (Q4_K_M: 4.9 bits a weight) and its 5-bit ones (5.5 and more)."""
@@ -120,13 +123,16 @@ def build_engine(
     weights = weight_scheme(config, placement.device)
     config = msgspec.structs.replace(config, weights=weights)
     backend, sizer = _make_backend(config, placement.device, rank=0)
-    group = None if followers is None else followers.join(backend.device)
-    engine = Engine(config, backend, group, sizer=sizer, placement=placement)
-    if followers is not None:
-        engine.announce = followers.announce
-        engine.runner.prepare(engine.model)  # now, as every follower does
-    engine.constrainer.prepare()
-    loaded_s = time.monotonic()
+    with _compiling(config, placement.device, backend) as kernels:
+        group = None if followers is None else followers.join(backend.device)
+        engine = Engine(config, backend, group, sizer=sizer, placement=placement)
+        if followers is not None:
+            engine.announce = followers.announce
+            engine.runner.prepare(engine.model)  # now, as every follower does
+        engine.constrainer.prepare()
+        loaded_s = time.monotonic()
+        if kernels is not None:
+            kernels.wait()
     warm_up(engine)
     engine.group.expect_steps()
     _logger.info(
@@ -137,7 +143,9 @@ def build_engine(
 
 
 def build_rank(setup: RankSetup) -> Engine:
-    """Load a follower's part of the model, allocate its part of the cache, compile the kernels.
+    """Load a follower's part of the model and allocate its part of the cache.
+
+    Its kernels are rank 0's, which announces no step before they are compiled.
 
     Raises:
         ConfigError: the model or a size is unusable, or the ranks did not find each other.
@@ -170,6 +178,18 @@ def _cpu_backend(config: WorkerConfig) -> Backend:
     if size > 1 and not config.cores_file:
         return CpuBackend(weights, max(1, len(os.sched_getaffinity(0)) // size))
     return CpuBackend(weights, CoreShare(config.cores_file, config.role))
+
+
+def _compiling(
+    config: WorkerConfig, device: DeviceKind, backend: Backend
+) -> AbstractContextManager[KernelCompiler | None]:
+    """What compiles kernels meanwhile; None on a GPU, whose backend does it at its first steps."""
+    if device == "cuda":
+        return contextlib.nullcontext()
+    from engine.backends.cpu.kernel_compiler import KernelCompiler  # late as in _cpu_backend
+
+    kv_dtype = backend.default_kv_dtype if config.kv_dtype == "auto" else config.kv_dtype
+    return KernelCompiler(_cpu_scheme(config.weights), kv_dtype)
 
 
 def _gpu_backend(config: WorkerConfig, rank: int) -> tuple[Backend, GpuCacheSizer]:

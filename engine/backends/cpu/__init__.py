@@ -21,9 +21,14 @@ from numba.core import config
 _FOLDER = Path(__file__).parent
 _CACHES = Path(os.environ.get("PDMESH_KERNEL_CACHE") or _FOLDER / "__pycache__")
 _existing = _CACHES if _CACHES.exists() else _CACHES.parent
+SOURCES = hashlib.sha256(
+    b"".join(path.read_bytes() for path in sorted(_FOLDER.glob("*.py")))
+).hexdigest()[:16]
+"""Names this version of the kernels."""
 if not config.CACHE_DIR and os.access(_existing, os.W_OK):  # type: ignore[attr-defined]
-    _sources = b"".join(path.read_bytes() for path in sorted(_FOLDER.glob("*.py")))
-    _name = f"kernels-{hashlib.sha256(_sources).hexdigest()[:16]}"
-    config.CACHE_DIR = str(_CACHES / _name)  # type: ignore[attr-defined]
+    config.CACHE_DIR = str(_CACHES / f"kernels-{SOURCES}")  # type: ignore[attr-defined]
+CACHE_FOLDER = Path(config.CACHE_DIR) if config.CACHE_DIR else None  # type: ignore[attr-defined]
+"""Where compiled kernels are kept, not necessarily there yet; None: wherever numba finds a place,
+or nowhere."""
 
-__all__ = ["LEVEL", "torch"]
+__all__ = ["CACHE_FOLDER", "LEVEL", "SOURCES", "torch"]

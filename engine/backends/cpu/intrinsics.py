@@ -33,11 +33,10 @@ from engine.backends.cpu.vector_ir import (
 
 inner = numba.njit(
     nogil=True,
-    cache=True,
     boundscheck=False,
     error_model="numpy",  # Python's check for division by zero keeps loops from vectorising
 )
-"""Decorates the parts that kernels inline.
+"""Decorates the parts that kernels inline; they are cached in the kernels alone.
 
 Without fast-math: what LLVM may reorder or fuse, it reorders and fuses differently at each level,
 and in code that it optimises once or twice (freshly compiled or from the cache).
