@@ -16,13 +16,13 @@ from gateway.choice import Choice, Delta
 from gateway.client_writer import finish, open_stream, write
 from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.generation import Generation, GenerationRequest
+from gateway.observe.request_metrics import RequestMetrics, count_failure
+from gateway.observe.request_trace import RequestTrace
+from gateway.observe.timeline import Arrival
 from gateway.output_rules import OutputRules
-from gateway.request_metrics import RequestMetrics, count_failure
-from gateway.request_trace import RequestTrace
 from gateway.sampling import bad_word_ids, build_sampling, seed_of_sample
 from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks
-from gateway.timeline import Arrival
 from gateway.usage import usage
 from mesh.errors import InvalidRequest, PdmeshError
 

@@ -18,8 +18,8 @@ import enum
 import uuid
 from typing import Protocol
 
-from gateway.cluster import Cluster, Worker
 from gateway.errors import error_from_code
+from gateway.routing.cluster import Cluster, Worker
 from mesh.errors import (
     IncompatiblePeer,
     MessageTooLarge,

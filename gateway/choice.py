@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from gateway.detokenizer import Detokenizer
 from gateway.generation import Generation
-from gateway.request_metrics import RequestMetrics
+from gateway.observe.request_metrics import RequestMetrics
 from gateway.stop_strings import StopMatcher
 from gateway.tool_parser import Parsed, ToolCallDelta, ToolCallParser
 from mesh.messages import FinishReason, TokenLogprobs

@@ -14,14 +14,14 @@ from gateway.choice import Delta
 from gateway.client_writer import send_json
 from gateway.errors import SlowReader
 from gateway.frontend import FRONTEND, Frontend
+from gateway.observe.request_metrics import count_failure
+from gateway.observe.request_trace import RequestTrace
+from gateway.observe.timeline import Arrival
 from gateway.output_rules import output_rules
 from gateway.request_body import read_body
 from gateway.request_ids import ANSWER_ID, client_request_id
-from gateway.request_metrics import count_failure
-from gateway.request_trace import RequestTrace
 from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks
-from gateway.timeline import Arrival
 from mesh.errors import InvalidRequest
 from mesh.log_format import about
 

@@ -11,9 +11,9 @@ from typing import Protocol, TypeVar
 
 from aiohttp import web
 
-from gateway.cluster import Cluster
 from gateway.grammar_check import GrammarChecker
-from gateway.history import History
+from gateway.observe.history import History
+from gateway.routing.cluster import Cluster
 from gateway.served_model import ServedModel
 from mesh import metrics
 from mesh.errors import ModelNotFound, Overloaded, PdmeshError, Unavailable

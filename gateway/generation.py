@@ -17,11 +17,11 @@ from collections.abc import Callable
 import msgspec
 
 from gateway.attempt import Attempt
-from gateway.cluster import Cluster, Worker
 from gateway.errors import SlowReader
-from gateway.request_metrics import RequestMetrics
-from gateway.request_trace import RequestTrace
-from gateway.router import Need
+from gateway.observe.request_metrics import RequestMetrics
+from gateway.observe.request_trace import RequestTrace
+from gateway.routing.cluster import Cluster, Worker
+from gateway.routing.router import Need
 from mesh import metrics
 from mesh.errors import DeadlineExceeded, Overloaded, PdmeshError, Unavailable
 from mesh.log_format import about

@@ -11,8 +11,8 @@ import uuid
 from aiohttp import web
 
 from gateway.app import build_app
-from gateway.cluster import Cluster
 from gateway.frontend import Frontend
+from gateway.routing.cluster import Cluster
 from gateway.served_model import load_served_model
 from mesh import metrics
 from mesh.config import GatewayConfig

@@ -9,10 +9,10 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from gateway import docs_page
-from gateway.cluster import Cluster, Worker
 from gateway.frontend import FRONTEND, Frontend
-from gateway.openapi import build_document
+from gateway.pages import docs_page
+from gateway.pages.openapi import build_document
+from gateway.routing.cluster import Cluster, Worker
 from mesh import metrics
 from mesh.errors import ModelNotFound, Unavailable
 

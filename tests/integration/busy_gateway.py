@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import aiohttp
 import msgspec
 
-from gateway.history import History
+from gateway.observe.history import History
 from gateway.served_model import load_served_model
 from mesh.leg_timing import LegTiming
 from mesh.messages import LoadSnapshot, TokenOutput

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from gateway.app import build_app
-from gateway.cluster import Cluster
 from gateway.frontend import Frontend
 from gateway.main import build_runner
+from gateway.routing.cluster import Cluster
 from gateway.served_model import ServedModel
 from mesh.cluster_view import WorkerEntry
 from mesh.links import WorkerServer

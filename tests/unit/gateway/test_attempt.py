@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.attempt import Attempt
-from gateway.cluster import Cluster, Worker
-from gateway.router import Pair
+from gateway.routing.cluster import Cluster, Worker
+from gateway.routing.router import Pair
 from mesh.errors import IncompatiblePeer, PdmeshError, WorkerLost
 from mesh.messages import (
     AbortRequest,

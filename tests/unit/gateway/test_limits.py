@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from gateway import client_writer, frontend, request_body, request_metrics
+from gateway import client_writer, frontend, request_body
+from gateway.observe import request_metrics
 from gateway.served_model import ServedModel
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster, wait_until

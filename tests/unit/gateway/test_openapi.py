@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway import answer_schema
-from gateway.openapi import OPERATIONS, Operation, build_document
+from gateway.pages.openapi import OPERATIONS, Operation, build_document
 from gateway.schema import refused_fields
 from gateway.served_model import ServedModel
 from tests.unit.gateway.client import CHAT, COMPLETIONS, Client

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from gateway.history import History, RequestRecord
-from gateway.timeline import PARTS, Arrival, Timeline
+from gateway.observe.history import History, RequestRecord
+from gateway.observe.timeline import PARTS, Arrival, Timeline
 from mesh import metrics
 from mesh.leg_timing import LegTiming
 from mesh.local_metrics import LocalCounter, LocalHistogram

@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from gateway.timeline import Arrival
+from gateway.observe.timeline import Arrival
 from mesh.errors import PdmeshError
 from mesh.tracing import Attributes, OpenSpan, Tracing
 

@@ -11,11 +11,11 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from gateway.cluster import Cluster, Worker
-from gateway.dashboard_page import load_page
 from gateway.frontend import FRONTEND, Frontend
-from gateway.request_metrics import token_counts
-from gateway.time_slots import ClusterLoad
+from gateway.observe.request_metrics import token_counts
+from gateway.observe.time_slots import ClusterLoad
+from gateway.pages.dashboard_page import load_page
+from gateway.routing.cluster import Cluster, Worker
 from mesh.cancel import cancel_and_wait
 
 _SAMPLE_S = 1.0

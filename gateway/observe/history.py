@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.time_slots import ClusterLoad, TimeSlots
-from gateway.timeline import MAX_KV_BYTES
-from gateway.transfer_flows import NUM_SLOTS, SLOT_S, TransferFlows
+from gateway.observe.time_slots import ClusterLoad, TimeSlots
+from gateway.observe.timeline import MAX_KV_BYTES
+from gateway.observe.transfer_flows import NUM_SLOTS, SLOT_S, TransferFlows
 from mesh.leg_timing import LegTiming
 from mesh.messages import SloClass
 

@@ -1,4 +1,4 @@
-"""The dashboard's HTML, put together once from the files in ``gateway/page``.
+"""The dashboard's HTML, put together once from the files in ``gateway/pages/page``.
 
 Style and scripts go into the document, and their hashes into its Content-Security-Policy: the page
 loads nothing, runs nothing else, and speaks to its own gateway only.

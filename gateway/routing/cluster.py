@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway import router
+from gateway.routing import router
 from mesh import metrics
 from mesh.backoff import Backoff
 from mesh.cancel import cancel_and_wait

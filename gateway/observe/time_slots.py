@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from gateway.quantile_sketch import QuantileSketch
+from gateway.observe.quantile_sketch import QuantileSketch
 
 NUM_SLOTS = 120
 SUMMARY_SLOTS = 12
