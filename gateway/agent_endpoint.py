@@ -7,10 +7,10 @@ from typing import Any
 from gateway.answer import Answer
 from gateway.answer_parts import AnswerParts, Part
 from gateway.choice import Delta
-from gateway.conversation import FieldNames
 from gateway.endpoint import Endpoint
 from gateway.frontend import Frontend
-from gateway.schema import ChatRequest
+from gateway.prompts.conversation import FieldNames
+from gateway.request.schema import ChatRequest
 from mesh.errors import InvalidRequest
 
 

@@ -20,8 +20,8 @@ from gateway.observe.request_metrics import RequestMetrics, count_failure
 from gateway.observe.request_trace import RequestTrace
 from gateway.observe.timeline import Arrival
 from gateway.output_rules import OutputRules
+from gateway.request.schema import ChatRequest, CompletionRequest
 from gateway.sampling import bad_word_ids, build_sampling, seed_of_sample
-from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks
 from gateway.usage import usage
 from mesh.errors import InvalidRequest, PdmeshError

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.choice import Delta
-from gateway.tool_parser import ToolCallDelta
+from gateway.tools.parser import ToolCallDelta
 from mesh.messages import TokenLogprobs
 
 

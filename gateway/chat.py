@@ -8,18 +8,18 @@ from typing import Any
 from aiohttp import web
 
 from gateway.answer import Prompt
-from gateway.chat_template import MAX_RENDER_S, TemplateTimeout
 from gateway.choice import Choice, Delta
 from gateway.choices_endpoint import ChoicesEndpoint
 from gateway.frontend import MAX_INLINE_CHARS, Frontend
 from gateway.logprobs import TokenNames, chat_logprobs
 from gateway.output_rules import callable_tools
-from gateway.prompt_tokens import truncated
-from gateway.schema import ChatRequest, decode_chat_request
-from gateway.served_model import ServedModel
+from gateway.prompts.chat_template import MAX_RENDER_S, TemplateTimeout
+from gateway.prompts.served_model import ServedModel
+from gateway.prompts.token_ids import truncated
+from gateway.request.schema import ChatRequest, decode_chat_request
 from gateway.sse import ChatChunks
 from gateway.tool_calls import joined_calls
-from gateway.tool_prompt import described_turns, native_turns, tools_variable
+from gateway.tools.prompt import described_turns, native_turns, tools_variable
 from mesh.errors import InvalidRequest
 
 _INLINE_RENDER_S = 0.01

@@ -9,7 +9,7 @@ from gateway.detokenizer import Detokenizer
 from gateway.generation import Generation
 from gateway.observe.request_metrics import RequestMetrics
 from gateway.stop_strings import StopMatcher
-from gateway.tool_parser import Parsed, ToolCallDelta, ToolCallParser
+from gateway.tools.parser import Parsed, ToolCallDelta, ToolCallParser
 from mesh.messages import FinishReason, TokenLogprobs
 
 EndReason = FinishReason | Literal["tool_calls"]

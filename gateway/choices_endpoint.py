@@ -11,8 +11,8 @@ from gateway.choice import Choice, Delta
 from gateway.endpoint import Endpoint, RequestType
 from gateway.frontend import Frontend
 from gateway.logprobs import TokenNames
+from gateway.request.schema import ChatRequest, CompletionRequest
 from gateway.sampling import wants_logprobs
-from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks, Stream
 from gateway.usage import usage
 

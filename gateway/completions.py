@@ -12,8 +12,8 @@ from gateway.choices_endpoint import ChoicesEndpoint
 from gateway.detokenizer import unfinished_bytes
 from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.logprobs import CompletionLogprobs, TokenNames
-from gateway.prompt_tokens import check_token_ids, truncated
-from gateway.schema import CompletionRequest, decode_completion_request
+from gateway.prompts.token_ids import check_token_ids, truncated
+from gateway.request.schema import CompletionRequest, decode_completion_request
 from gateway.sse import CompletionChunks
 from mesh.errors import ContextTooLong, InvalidRequest
 

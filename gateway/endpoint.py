@@ -18,9 +18,9 @@ from gateway.observe.request_metrics import count_failure
 from gateway.observe.request_trace import RequestTrace
 from gateway.observe.timeline import Arrival
 from gateway.output_rules import output_rules
+from gateway.request.schema import ChatRequest, CompletionRequest
 from gateway.request_body import read_body
 from gateway.request_ids import ANSWER_ID, client_request_id
-from gateway.schema import ChatRequest, CompletionRequest
 from gateway.sse import Chunks
 from mesh.errors import InvalidRequest
 from mesh.log_format import about

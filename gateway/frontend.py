@@ -11,10 +11,10 @@ from typing import Protocol, TypeVar
 
 from aiohttp import web
 
-from gateway.grammar_check import GrammarChecker
 from gateway.observe.history import History
+from gateway.prompts.served_model import ServedModel
 from gateway.routing.cluster import Cluster
-from gateway.served_model import ServedModel
+from gateway.structured.grammar_check import GrammarChecker
 from mesh import metrics
 from mesh.errors import ModelNotFound, Overloaded, PdmeshError, Unavailable
 from mesh.tracing import Tracing

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from gateway.app import build_app
 from gateway.frontend import Frontend
+from gateway.prompts.served_model import load_served_model
 from gateway.routing.cluster import Cluster
-from gateway.served_model import load_served_model
 from mesh import metrics
 from mesh.config import GatewayConfig
 from mesh.errors import ConfigError

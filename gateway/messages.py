@@ -20,8 +20,8 @@ from gateway.messages_schema import (
     decode_count_tokens_request,
     decode_messages_request,
 )
+from gateway.request.schema import ChatRequest
 from gateway.request_body import read_body
-from gateway.schema import ChatRequest
 from mesh.errors import InvalidRequest
 
 PATH = "/v1/messages"

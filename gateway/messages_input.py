@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from gateway.conversation import Conversation, FieldNames
 from gateway.messages_schema import (
     AnyTool,
     AutoTool,
@@ -18,9 +17,10 @@ from gateway.messages_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from gateway.schema import ChatRequest, check_together
-from gateway.structured_fields import JsonSchemaFormat, ResponseFormat
-from gateway.tool_fields import (
+from gateway.prompts.conversation import Conversation, FieldNames
+from gateway.request.schema import ChatRequest, check_together
+from gateway.request.structured_fields import JsonSchemaFormat, ResponseFormat
+from gateway.request.tool_fields import (
     FunctionName,
     NamedToolChoice,
     Tool,

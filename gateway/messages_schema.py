@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.schema import StopString, decode_body
-from gateway.tool_fields import ToolName
+from gateway.request.schema import StopString, decode_body
+from gateway.request.tool_fields import ToolName
 from mesh.errors import InvalidRequest
 
 MAX_BLOCKS = 4096

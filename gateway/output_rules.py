@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gateway.schema import ChatRequest, GenerationFields
-from gateway.served_model import ServedModel
-from gateway.structured_output import OutputFormat, output_format
-from gateway.tool_fields import NamedToolChoice, Tool
-from gateway.tool_format import ToolFormat
-from gateway.tool_grammar import ToolGrammar
-from gateway.tool_parser import ToolCallParser
+from gateway.prompts.served_model import ServedModel
+from gateway.request.schema import ChatRequest, GenerationFields
+from gateway.request.tool_fields import NamedToolChoice, Tool
+from gateway.structured.output_format import OutputFormat, output_format
+from gateway.tools.format import ToolFormat
+from gateway.tools.grammar import ToolGrammar
+from gateway.tools.parser import ToolCallParser
 from mesh.errors import InvalidRequest
 
 

@@ -12,11 +12,11 @@ from gateway.answer_parts import Part
 from gateway.chat import chat_tokens
 from gateway.frontend import Frontend
 from gateway.logprobs import TokenNames
+from gateway.request.schema import ChatRequest
 from gateway.response_object import ResponseObject
 from gateway.responses_events import ResponseEvents
 from gateway.responses_input import responses_to_chat
 from gateway.responses_schema import ResponsesRequest, decode_responses_request
-from gateway.schema import ChatRequest
 
 
 async def responses(http_request: web.Request) -> web.StreamResponse:

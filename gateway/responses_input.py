@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from gateway.conversation import Conversation, FieldNames
+from gateway.prompts.conversation import Conversation, FieldNames
+from gateway.request.schema import ChatRequest, check_together
+from gateway.request.structured_fields import JsonSchemaFormat, ResponseFormat
+from gateway.request.tool_fields import (
+    FunctionName,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+    function_tool,
+)
 from gateway.responses_schema import (
     Content,
     FunctionChoice,
     InputItem,
     ResponsesRequest,
     TextFormat,
-)
-from gateway.schema import ChatRequest, check_together
-from gateway.structured_fields import JsonSchemaFormat, ResponseFormat
-from gateway.tool_fields import (
-    FunctionName,
-    NamedToolChoice,
-    Tool,
-    ToolChoice,
-    function_tool,
 )
 from mesh.errors import InvalidRequest
 

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import UnsupportedParameter
-from gateway.schema import Metadata, ServiceTier, decode_body
-from gateway.tool_fields import ToolName
+from gateway.request.schema import Metadata, ServiceTier, decode_body
+from gateway.request.tool_fields import ToolName
 from mesh.errors import InvalidRequest
 
 CallId = Annotated[str, Meta(min_length=1, max_length=256)]

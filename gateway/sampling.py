@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-from gateway.schema import ChatRequest, CompletionRequest, GenerationFields
-from gateway.served_model import ServedModel
+from gateway.prompts.served_model import ServedModel
+from gateway.request.schema import ChatRequest, CompletionRequest, GenerationFields
 from mesh.errors import ContextTooLong, InvalidRequest
 from mesh.messages import SamplingParams
 

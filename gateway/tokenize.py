@@ -8,7 +8,7 @@ from aiohttp import web
 from gateway.chat import chat_tokens
 from gateway.client_writer import send_json
 from gateway.frontend import FRONTEND, Frontend
-from gateway.prompt_tokens import check_token_ids
+from gateway.prompts.token_ids import check_token_ids
 from gateway.request_body import read_body
 from gateway.tokenize_schema import (
     DetokenizeAnswer,

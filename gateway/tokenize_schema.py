@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from gateway.schema import ChatMessage, ChatRequest, TokenId, check_together, decode_body
-from gateway.tool_fields import ToolList
+from gateway.request.schema import ChatMessage, ChatRequest, TokenId, check_together, decode_body
+from gateway.request.tool_fields import ToolList
 
 MAX_DETOKENIZED = 1 << 18
 """Token ids of one /detokenize request."""

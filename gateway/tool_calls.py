@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from gateway.choice import Delta
-from gateway.tool_parser import ToolCallDelta
+from gateway.tools.parser import ToolCallDelta
 
 
 def streamed_call(call: ToolCallDelta) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import msgspec
 from gateway import answer_schema as answers
 from gateway import messages_answer, responses_answer
 from gateway.messages_schema import CountTokensRequest, MessagesRequest
+from gateway.request.schema import ChatRequest, CompletionRequest, refused_fields
 from gateway.responses_schema import ResponsesRequest
-from gateway.schema import ChatRequest, CompletionRequest, refused_fields
 from gateway.tokenize_schema import (
     DetokenizeAnswer,
     DetokenizeRequest,

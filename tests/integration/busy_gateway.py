@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from gateway.observe.history import History
-from gateway.served_model import load_served_model
+from gateway.prompts.served_model import load_served_model
 from mesh.leg_timing import LegTiming
 from mesh.messages import LoadSnapshot, TokenOutput
 from mesh.model_files import resolve_model

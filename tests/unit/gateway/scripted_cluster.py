@@ -17,8 +17,8 @@ from aiohttp import web
 from gateway.app import build_app
 from gateway.frontend import Frontend
 from gateway.main import build_runner
+from gateway.prompts.served_model import ServedModel
 from gateway.routing.cluster import Cluster
-from gateway.served_model import ServedModel
 from mesh.cluster_view import WorkerEntry
 from mesh.links import WorkerServer
 from mesh.messages import (

@@ -6,8 +6,8 @@ import pytest
 
 from gateway.answer_parts import AnswerParts, CallPart, Closed, Grown, Opened, TextPart
 from gateway.choice import Delta, EndReason
-from gateway.conversation import MAX_MESSAGES, MAX_PARTS, Conversation, FieldNames
-from gateway.tool_parser import ToolCallDelta
+from gateway.prompts.conversation import MAX_MESSAGES, MAX_PARTS, Conversation, FieldNames
+from gateway.tools.parser import ToolCallDelta
 from mesh.errors import ContextTooLong, InvalidRequest
 from mesh.messages import TokenLogprobs
 

@@ -10,7 +10,7 @@ import pytest
 from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from gateway import schema
+from gateway.request import schema
 from mesh.messages import TokenOutput
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster

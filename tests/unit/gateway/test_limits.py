@@ -13,7 +13,7 @@ import pytest
 
 from gateway import client_writer, frontend, request_body
 from gateway.observe import request_metrics
-from gateway.served_model import ServedModel
+from gateway.prompts.served_model import ServedModel
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster, wait_until
 

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway import chat, chat_template
-from gateway.chat_template import ChatTemplate, TemplateTimeout
+from gateway import chat
 from gateway.frontend import Frontend
-from gateway.served_model import ServedModel
+from gateway.prompts import chat_template
+from gateway.prompts.chat_template import ChatTemplate, TemplateTimeout
+from gateway.prompts.served_model import ServedModel
 from mesh.errors import ConfigError, InvalidRequest
 from tests.unit.gateway.client import CHAT, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster

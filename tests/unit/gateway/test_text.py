@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.detokenizer import Detokenizer, unfinished_bytes
-from gateway.served_model import ServedModel
+from gateway.prompts.served_model import ServedModel
 from gateway.stop_strings import StopMatcher
 
 

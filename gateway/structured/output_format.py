@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from gateway.schema import GenerationFields
-from gateway.structured_fields import check_depth
+from gateway.request.schema import GenerationFields
+from gateway.request.structured_fields import check_depth
 from mesh.errors import InvalidRequest
 
 _JSON_WHITESPACE = "( |\\n {0,16})?"

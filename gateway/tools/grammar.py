@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.structured_output import json_rule, literal
-from gateway.tool_fields import FunctionDefinition
-from gateway.tool_format import ToolFormat
+from gateway.request.tool_fields import FunctionDefinition
+from gateway.structured.output_format import json_rule, literal
+from gateway.tools.format import ToolFormat
 
 _MAX_CALLS = 32
 """In one answer that must call tools."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.chat_template import ChatTemplate
-from gateway.tool_format import FORMATS, ToolFormat, format_of_template, tool_pieces
+from gateway.prompts.chat_template import ChatTemplate
+from gateway.tools.format import FORMATS, ToolFormat, format_of_template, tool_pieces
 from mesh.config import ToolCallParserName
 from mesh.errors import ConfigError
 from mesh.gguf_metadata import read_gguf_metadata
@@ -51,7 +51,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     tool_format: ToolFormat
     """How it writes tool calls."""
     tool_pieces: Sequence[bytes]
-    """Bytes behind each token where tool calls are parsed, see ``gateway.tool_format``."""
+    """Bytes behind each token where tool calls are parsed, see ``gateway.tools.format``."""
 
 
 def load_served_model(

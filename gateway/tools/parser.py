@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gateway.tool_format import ToolFormat
+from gateway.tools.format import ToolFormat
 
 _ID_CHARS = string.ascii_letters + string.digits
 _SPACE = " \t\r\n"

@@ -1,7 +1,7 @@
 """Renders a model's Jinja chat template the way transformers does, in a sandbox.
 
 The environment follows transformers `utils/chat_template_utils.py` (_compile_jinja_template), with
-limits on what a template may spend (``gateway.template_limits``).
+limits on what a template may spend (``gateway.prompts.template_limits``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 
-from gateway.template_limits import (
+from gateway.prompts.template_limits import (
     BUDGET,
     MAX_TEXT_CHARS,
     Budget,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.frontend import Frontend
-from gateway.schema import ChatRequest, CompletionRequest
+from gateway.request.schema import ChatRequest, CompletionRequest
 from mesh.errors import InvalidRequest
 
 

@@ -188,7 +188,7 @@ class _Meter(NodeTransformer):
 
 
 def _call(name: str, arguments: list[Any], lineno: int) -> jinja2.nodes.Call:
-    function = jinja2.nodes.ImportedName(f"gateway.template_limits.{name}", lineno=lineno)
+    function = jinja2.nodes.ImportedName(f"gateway.prompts.template_limits.{name}", lineno=lineno)
     return jinja2.nodes.Call(function, arguments, [], None, None, lineno=lineno)
 
 

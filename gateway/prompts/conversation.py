@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from gateway.schema import ChatMessage, TextPart
-from gateway.tool_fields import CalledFunction, ToolCall
+from gateway.request.schema import ChatMessage, TextPart
+from gateway.request.tool_fields import CalledFunction, ToolCall
 from mesh.errors import InvalidRequest
 
 MAX_MESSAGES = 4096

@@ -16,14 +16,14 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import UnknownParameter, UnsupportedParameter
-from gateway.structured_fields import (
+from gateway.request.structured_fields import (
     ChoiceList,
     GrammarText,
     JsonSchema,
     ResponseFormat,
     StructuredOutputs,
 )
-from gateway.tool_fields import ToolCallList, ToolChoice, ToolList, check_tools
+from gateway.request.tool_fields import ToolCallList, ToolChoice, ToolList, check_tools
 from mesh.errors import InvalidRequest
 from mesh.messages import SloClass
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.schema import ChatMessage
-from gateway.structured_fields import check_depth
-from gateway.tool_fields import Tool, ToolCall
-from gateway.tool_format import FORMATS
+from gateway.request.schema import ChatMessage
+from gateway.request.structured_fields import check_depth
+from gateway.request.tool_fields import Tool, ToolCall
+from gateway.tools.format import FORMATS
 from mesh.errors import InvalidRequest
 
 _HERMES = FORMATS["hermes"]

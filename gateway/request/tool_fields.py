@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.structured_fields import check_depth
+from gateway.request.structured_fields import check_depth
 from mesh.errors import InvalidRequest
 
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
