@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.answer import Answer
-from gateway.answer_parts import AnswerParts, Part
-from gateway.choice import Delta
 from gateway.endpoint import Endpoint
 from gateway.frontend import Frontend
+from gateway.generation.answer import Answer
+from gateway.generation.choice import Delta
+from gateway.generation.parts import AnswerParts, Part
 from gateway.prompts.conversation import FieldNames
 from gateway.request.schema import ChatRequest
 from mesh.errors import InvalidRequest

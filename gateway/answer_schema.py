@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.choice import EndReason
+from gateway.generation.choice import EndReason
 from mesh.messages import FinishReason
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.answer import Prompt
-from gateway.choice import Choice, Delta
 from gateway.choices_endpoint import ChoicesEndpoint
 from gateway.frontend import MAX_INLINE_CHARS, Frontend
-from gateway.logprobs import TokenNames, chat_logprobs
-from gateway.output_rules import callable_tools
+from gateway.generation.answer import Prompt
+from gateway.generation.choice import Choice, Delta
+from gateway.generation.logprobs import TokenNames, chat_logprobs
+from gateway.generation.output_rules import callable_tools
 from gateway.prompts.chat_template import MAX_RENDER_S, TemplateTimeout
 from gateway.prompts.served_model import ServedModel
 from gateway.prompts.token_ids import truncated

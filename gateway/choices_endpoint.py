@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from gateway.answer import Answer
-from gateway.choice import Choice, Delta
 from gateway.endpoint import Endpoint, RequestType
 from gateway.frontend import Frontend
-from gateway.logprobs import TokenNames
+from gateway.generation.answer import Answer
+from gateway.generation.choice import Choice, Delta
+from gateway.generation.logprobs import TokenNames
+from gateway.generation.sampling import wants_logprobs
+from gateway.generation.usage import usage
 from gateway.request.schema import ChatRequest, CompletionRequest
-from gateway.sampling import wants_logprobs
 from gateway.sse import Chunks, Stream
-from gateway.usage import usage
 
 
 class ChoicesEndpoint(Endpoint[RequestType]):

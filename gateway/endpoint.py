@@ -9,15 +9,15 @@ from typing import Any, Generic, TypeVar
 import orjson
 from aiohttp import web
 
-from gateway.answer import Answer, Prompt, stream_answer
-from gateway.choice import Delta
 from gateway.client_writer import send_json
 from gateway.errors import SlowReader
 from gateway.frontend import FRONTEND, Frontend
+from gateway.generation.answer import Answer, Prompt, stream_answer
+from gateway.generation.choice import Delta
+from gateway.generation.output_rules import output_rules
 from gateway.observe.request_metrics import count_failure
 from gateway.observe.request_trace import RequestTrace
 from gateway.observe.timeline import Arrival
-from gateway.output_rules import output_rules
 from gateway.request.schema import ChatRequest, CompletionRequest
 from gateway.request_body import read_body
 from gateway.request_ids import ANSWER_ID, client_request_id

@@ -13,11 +13,11 @@ from typing import Any
 
 import orjson
 
-from gateway.answer import Answer
-from gateway.answer_parts import AnswerParts, Change, Closed, Grown, Opened, Part, TextPart
-from gateway.choice import Choice, Delta
 from gateway.errors import anthropic_error_body
-from gateway.usage import usage
+from gateway.generation.answer import Answer
+from gateway.generation.choice import Choice, Delta
+from gateway.generation.parts import AnswerParts, Change, Closed, Grown, Opened, Part, TextPart
+from gateway.generation.usage import usage
 from mesh.errors import PdmeshError
 
 

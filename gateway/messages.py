@@ -8,11 +8,11 @@ import orjson
 from aiohttp import web
 
 from gateway.agent_endpoint import AgentEndpoint
-from gateway.answer import Answer, Prompt
-from gateway.answer_parts import Part
 from gateway.chat import chat_tokens
 from gateway.client_writer import send_json
 from gateway.frontend import FRONTEND, Frontend
+from gateway.generation.answer import Answer, Prompt
+from gateway.generation.parts import Part
 from gateway.message_object import MessageEvents, MessageObject
 from gateway.messages_input import messages_to_chat
 from gateway.messages_schema import (

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.answer import Answer
-from gateway.answer_parts import Part, TextPart
-from gateway.logprobs import TokenNames, chat_logprobs
+from gateway.generation.answer import Answer
+from gateway.generation.logprobs import TokenNames, chat_logprobs
+from gateway.generation.parts import Part, TextPart
+from gateway.generation.usage import usage
 from gateway.responses_schema import ResponsesRequest
-from gateway.usage import usage
 from mesh.errors import PdmeshError
 from mesh.messages import TokenLogprobs
 

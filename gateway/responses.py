@@ -7,11 +7,11 @@ from typing import Any
 from aiohttp import web
 
 from gateway.agent_endpoint import AgentEndpoint
-from gateway.answer import Answer, Prompt
-from gateway.answer_parts import Part
 from gateway.chat import chat_tokens
 from gateway.frontend import Frontend
-from gateway.logprobs import TokenNames
+from gateway.generation.answer import Answer, Prompt
+from gateway.generation.logprobs import TokenNames
+from gateway.generation.parts import Part
 from gateway.request.schema import ChatRequest
 from gateway.response_object import ResponseObject
 from gateway.responses_events import ResponseEvents

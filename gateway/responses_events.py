@@ -20,8 +20,8 @@ from typing import Any
 
 import orjson
 
-from gateway.answer_parts import AnswerParts, CallPart, Change, Closed, Grown, Opened, TextPart
-from gateway.choice import Choice, Delta
+from gateway.generation.choice import Choice, Delta
+from gateway.generation.parts import AnswerParts, CallPart, Change, Closed, Grown, Opened, TextPart
 from gateway.response_object import ResponseObject
 from mesh.errors import PdmeshError
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import orjson
 
-from gateway.choice import Choice, Delta
 from gateway.errors import error_body
-from gateway.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
+from gateway.generation.choice import Choice, Delta
+from gateway.generation.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
 from gateway.tool_calls import streamed_call
 from mesh.errors import PdmeshError
 

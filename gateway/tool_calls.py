@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gateway.choice import Delta
+from gateway.generation.choice import Delta
 from gateway.tools.parser import ToolCallDelta
 
 

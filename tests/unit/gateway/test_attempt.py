@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.attempt import Attempt
+from gateway.generation.attempt import Attempt
 from gateway.routing.cluster import Cluster, Worker
 from gateway.routing.router import Pair
 from mesh.errors import IncompatiblePeer, PdmeshError, WorkerLost

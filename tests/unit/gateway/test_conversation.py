@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.answer_parts import AnswerParts, CallPart, Closed, Grown, Opened, TextPart
-from gateway.choice import Delta, EndReason
+from gateway.generation.choice import Delta, EndReason
+from gateway.generation.parts import AnswerParts, CallPart, Closed, Grown, Opened, TextPart
 from gateway.prompts.conversation import MAX_MESSAGES, MAX_PARTS, Conversation, FieldNames
 from gateway.tools.parser import ToolCallDelta
 from mesh.errors import ContextTooLong, InvalidRequest

@@ -10,7 +10,7 @@ import time
 import aiohttp
 import pytest
 
-from gateway import generation
+from gateway.generation import generation
 from gateway.observe import request_metrics
 from mesh.messages import RequestFailed, TokenOutput
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.generation.sampling import build_sampling, seed_of_sample
 from gateway.prompts.served_model import SamplingDefaults, ServedModel
 from gateway.request import schema
-from gateway.sampling import build_sampling, seed_of_sample
 from mesh.errors import ContextTooLong, InvalidRequest
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster

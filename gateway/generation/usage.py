@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.choice import Choice
+from gateway.generation.choice import Choice
 
 
 def usage(choices: Sequence[Choice], samples_per_prompt: int) -> dict[str, Any]:

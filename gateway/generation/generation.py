@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from gateway.attempt import Attempt
 from gateway.errors import SlowReader
+from gateway.generation.attempt import Attempt
 from gateway.observe.request_metrics import RequestMetrics
 from gateway.observe.request_trace import RequestTrace
 from gateway.routing.cluster import Cluster, Worker

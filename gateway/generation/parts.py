@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.choice import Delta
+from gateway.generation.choice import Delta
 from gateway.tools.parser import ToolCallDelta
 from mesh.messages import TokenLogprobs
 

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from aiohttp import web
 
-from gateway.choice import Choice, Delta
 from gateway.client_writer import finish, open_stream, write
 from gateway.frontend import MAX_CHOICES, Frontend
-from gateway.generation import Generation, GenerationRequest
+from gateway.generation.choice import Choice, Delta
+from gateway.generation.generation import Generation, GenerationRequest
+from gateway.generation.output_rules import OutputRules
+from gateway.generation.sampling import bad_word_ids, build_sampling, seed_of_sample
+from gateway.generation.usage import usage
 from gateway.observe.request_metrics import RequestMetrics, count_failure
 from gateway.observe.request_trace import RequestTrace
 from gateway.observe.timeline import Arrival
-from gateway.output_rules import OutputRules
 from gateway.request.schema import ChatRequest, CompletionRequest
-from gateway.sampling import bad_word_ids, build_sampling, seed_of_sample
 from gateway.sse import Chunks
-from gateway.usage import usage
 from mesh.errors import InvalidRequest, PdmeshError
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from gateway.detokenizer import Detokenizer
-from gateway.generation import Generation
+from gateway.generation.detokenizer import Detokenizer
+from gateway.generation.generation import Generation
+from gateway.generation.stop_strings import StopMatcher
 from gateway.observe.request_metrics import RequestMetrics
-from gateway.stop_strings import StopMatcher
 from gateway.tools.parser import Parsed, ToolCallDelta, ToolCallParser
 from mesh.messages import FinishReason, TokenLogprobs
 
