@@ -8,7 +8,8 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway import chat, completions, messages, operations, responses, tokenize
+from gateway import operations
+from gateway.anthropic import endpoint as messages
 from gateway.errors import (
     BodyTimeout,
     BrokenBody,
@@ -20,9 +21,11 @@ from gateway.errors import (
 )
 from gateway.frontend import FRONTEND, Frontend
 from gateway.observe.request_metrics import count_failure
+from gateway.openai import chat, completions, tokenize
 from gateway.pages import dashboard
 from gateway.request_ids import ANSWER_ID, client_request_id, echo_request_id
 from gateway.request_ids import HEADER as REQUEST_ID_HEADER
+from gateway.responses import endpoint as responses
 from gateway.routing.cluster import WorkerSource
 from mesh.errors import InvalidRequest, PdmeshError
 from mesh.log_format import about

@@ -14,7 +14,7 @@ import orjson
 from gateway.errors import error_body
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
-from gateway.tool_calls import streamed_call
+from gateway.openai.tool_calls import streamed_call
 from mesh.errors import PdmeshError
 
 _DONE = b"data: [DONE]\n\n"

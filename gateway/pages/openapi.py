@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway import answer_schema as answers
-from gateway import messages_answer, responses_answer
-from gateway.messages_schema import CountTokensRequest, MessagesRequest
-from gateway.request.schema import ChatRequest, CompletionRequest, refused_fields
-from gateway.responses_schema import ResponsesRequest
-from gateway.tokenize_schema import (
+from gateway.anthropic import answer as messages_answer
+from gateway.anthropic.schema import CountTokensRequest, MessagesRequest
+from gateway.openai import answer as answers
+from gateway.openai.tokenize_schema import (
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,
     TokenizeChatRequest,
     TokenizePromptRequest,
 )
+from gateway.request.schema import ChatRequest, CompletionRequest, refused_fields
+from gateway.responses import answer as responses_answer
+from gateway.responses.schema import ResponsesRequest
 
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"

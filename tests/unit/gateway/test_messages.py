@@ -12,9 +12,9 @@ import pydantic
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 
-from gateway import messages_answer
-from gateway.messages_input import messages_to_chat
-from gateway.messages_schema import (
+from gateway.anthropic import answer as messages_answer
+from gateway.anthropic.input import messages_to_chat
+from gateway.anthropic.schema import (
     CountTokensRequest,
     MessagesRequest,
     decode_messages_request,

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gateway import answer_schema
+from gateway.openai import answer as answer_schema
 from gateway.pages.openapi import OPERATIONS, Operation, build_document
 from gateway.prompts.served_model import ServedModel
 from gateway.request.schema import refused_fields

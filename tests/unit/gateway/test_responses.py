@@ -11,10 +11,10 @@ import pytest
 from openai.types import responses as openai_responses
 from openai.types.responses import response_create_params
 
-from gateway import responses_answer
 from gateway.request.schema import ChatRequest, refused_fields
-from gateway.responses_input import responses_to_chat
-from gateway.responses_schema import ResponsesRequest, decode_responses_request
+from gateway.responses import answer as responses_answer
+from gateway.responses.input import responses_to_chat
+from gateway.responses.schema import ResponsesRequest, decode_responses_request
 from mesh.errors import InvalidRequest
 from mesh.messages import RequestFailed
 from tests.unit.gateway.client import Client

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.chat import encode_chat
+from gateway.openai.chat import encode_chat
 from gateway.prompts.chat_template import ChatTemplate
 from gateway.prompts.served_model import ServedModel, load_served_model
 from gateway.request.schema import decode_chat_request

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway import chat
 from gateway.frontend import Frontend
+from gateway.openai import chat
 from gateway.prompts import chat_template
 from gateway.prompts.chat_template import ChatTemplate, TemplateTimeout
 from gateway.prompts.served_model import ServedModel

@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from gateway import answer_schema
+from gateway.openai import answer as answer_schema
 from gateway.prompts.chat_template import ChatTemplate
 from gateway.prompts.served_model import ServedModel
 from gateway.tools.format import FORMATS, format_of_template

@@ -12,7 +12,7 @@ from gateway.request.tool_fields import (
     ToolChoice,
     function_tool,
 )
-from gateway.responses_schema import (
+from gateway.responses.schema import (
     Content,
     FunctionChoice,
     InputItem,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gateway.messages_schema import (
+from gateway.anthropic.schema import (
     AnyTool,
     AutoTool,
     CountTokensRequest,

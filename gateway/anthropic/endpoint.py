@@ -8,18 +8,18 @@ import orjson
 from aiohttp import web
 
 from gateway.agent_endpoint import AgentEndpoint
-from gateway.chat import chat_tokens
-from gateway.client_writer import send_json
-from gateway.frontend import FRONTEND, Frontend
-from gateway.generation.answer import Answer, Prompt
-from gateway.generation.parts import Part
-from gateway.message_object import MessageEvents, MessageObject
-from gateway.messages_input import messages_to_chat
-from gateway.messages_schema import (
+from gateway.anthropic.input import messages_to_chat
+from gateway.anthropic.message import MessageEvents, MessageObject
+from gateway.anthropic.schema import (
     MessagesRequest,
     decode_count_tokens_request,
     decode_messages_request,
 )
+from gateway.client_writer import send_json
+from gateway.frontend import FRONTEND, Frontend
+from gateway.generation.answer import Answer, Prompt
+from gateway.generation.parts import Part
+from gateway.openai.chat import chat_tokens
 from gateway.request.schema import ChatRequest
 from gateway.request_body import read_body
 from mesh.errors import InvalidRequest

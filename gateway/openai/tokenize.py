@@ -5,12 +5,10 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from gateway.chat import chat_tokens
 from gateway.client_writer import send_json
 from gateway.frontend import FRONTEND, Frontend
-from gateway.prompts.token_ids import check_token_ids
-from gateway.request_body import read_body
-from gateway.tokenize_schema import (
+from gateway.openai.chat import chat_tokens
+from gateway.openai.tokenize_schema import (
     DetokenizeAnswer,
     TokenizeAnswer,
     TokenizeChatRequest,
@@ -18,6 +16,8 @@ from gateway.tokenize_schema import (
     decode_detokenize_request,
     decode_tokenize_request,
 )
+from gateway.prompts.token_ids import check_token_ids
+from gateway.request_body import read_body
 
 
 async def tokenize(http_request: web.Request) -> web.StreamResponse:

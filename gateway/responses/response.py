@@ -10,7 +10,7 @@ from gateway.generation.answer import Answer
 from gateway.generation.logprobs import TokenNames, chat_logprobs
 from gateway.generation.parts import Part, TextPart
 from gateway.generation.usage import usage
-from gateway.responses_schema import ResponsesRequest
+from gateway.responses.schema import ResponsesRequest
 from mesh.errors import PdmeshError
 from mesh.messages import TokenLogprobs
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.choices_endpoint import ChoicesEndpoint
 from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.generation.answer import Prompt
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.detokenizer import unfinished_bytes
 from gateway.generation.logprobs import CompletionLogprobs, TokenNames
+from gateway.openai.choices import ChoicesEndpoint
 from gateway.prompts.token_ids import check_token_ids, truncated
 from gateway.request.schema import CompletionRequest, decode_completion_request
 from gateway.sse import CompletionChunks

@@ -7,16 +7,16 @@ from typing import Any
 from aiohttp import web
 
 from gateway.agent_endpoint import AgentEndpoint
-from gateway.chat import chat_tokens
 from gateway.frontend import Frontend
 from gateway.generation.answer import Answer, Prompt
 from gateway.generation.logprobs import TokenNames
 from gateway.generation.parts import Part
+from gateway.openai.chat import chat_tokens
 from gateway.request.schema import ChatRequest
-from gateway.response_object import ResponseObject
-from gateway.responses_events import ResponseEvents
-from gateway.responses_input import responses_to_chat
-from gateway.responses_schema import ResponsesRequest, decode_responses_request
+from gateway.responses.events import ResponseEvents
+from gateway.responses.input import responses_to_chat
+from gateway.responses.response import ResponseObject
+from gateway.responses.schema import ResponsesRequest, decode_responses_request
 
 
 async def responses(http_request: web.Request) -> web.StreamResponse:

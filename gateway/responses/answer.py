@@ -1,4 +1,4 @@
-"""What POST /v1/responses answers with, typed for the OpenAPI document (see ``answer_schema``)."""
+"""What POST /v1/responses answers with, typed for the OpenAPI document (as ``openai.answer``)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.answer_schema import TokenLogprob
-from gateway.responses_schema import ItemStatus
+from gateway.openai.answer import TokenLogprob
+from gateway.responses.schema import ItemStatus
 
 
 class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

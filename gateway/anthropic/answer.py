@@ -1,4 +1,4 @@
-"""What the Messages API answers with, typed for the OpenAPI document (see ``answer_schema``)."""
+"""What the Messages API answers with, typed for the OpenAPI document (as ``openai.answer``)."""
 
 from __future__ import annotations
 

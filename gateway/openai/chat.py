@@ -7,18 +7,18 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.choices_endpoint import ChoicesEndpoint
 from gateway.frontend import MAX_INLINE_CHARS, Frontend
 from gateway.generation.answer import Prompt
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.logprobs import TokenNames, chat_logprobs
 from gateway.generation.output_rules import callable_tools
+from gateway.openai.choices import ChoicesEndpoint
+from gateway.openai.tool_calls import joined_calls
 from gateway.prompts.chat_template import MAX_RENDER_S, TemplateTimeout
 from gateway.prompts.served_model import ServedModel
 from gateway.prompts.token_ids import truncated
 from gateway.request.schema import ChatRequest, decode_chat_request
 from gateway.sse import ChatChunks
-from gateway.tool_calls import joined_calls
 from gateway.tools.prompt import described_turns, native_turns, tools_variable
 from mesh.errors import InvalidRequest
 

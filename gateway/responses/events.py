@@ -22,7 +22,7 @@ import orjson
 
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.parts import AnswerParts, CallPart, Change, Closed, Grown, Opened, TextPart
-from gateway.response_object import ResponseObject
+from gateway.responses.response import ResponseObject
 from mesh.errors import PdmeshError
 
 
