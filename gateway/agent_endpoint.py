@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.endpoint import Endpoint
-from gateway.frontend import Frontend
 from gateway.generation.answer import Answer
 from gateway.generation.choice import Delta
 from gateway.generation.parts import AnswerParts, Part
 from gateway.prompts.conversation import FieldNames
 from gateway.request.schema import ChatRequest
+from gateway.server_state import ServerState
 from mesh.errors import InvalidRequest
 
 
@@ -21,7 +21,7 @@ class AgentEndpoint(Endpoint[ChatRequest]):
 
     def whole(
         self,
-        frontend: Frontend,
+        server: ServerState,
         request: ChatRequest,
         answer: Answer,
         deltas: list[list[Delta]],
@@ -30,9 +30,9 @@ class AgentEndpoint(Endpoint[ChatRequest]):
         parts = AnswerParts()
         for delta in deltas[0]:
             parts.add(delta)
-        return self.body(frontend, answer, parts.parts)
+        return self.body(server, answer, parts.parts)
 
-    def body(self, frontend: Frontend, answer: Answer, parts: list[Part]) -> dict[str, Any]:
+    def body(self, server: ServerState, answer: Answer, parts: list[Part]) -> dict[str, Any]:
         """The whole answer as the client gets it."""
         raise NotImplementedError
 

@@ -11,7 +11,6 @@ from aiohttp import web
 
 from gateway.client_writer import send_json
 from gateway.errors import SlowReader
-from gateway.frontend import FRONTEND, Frontend
 from gateway.generation.answer import Answer, Prompt, stream_answer
 from gateway.generation.choice import Delta
 from gateway.generation.output_rules import output_rules
@@ -21,6 +20,7 @@ from gateway.observe.timeline import Arrival
 from gateway.request.schema import ChatRequest, CompletionRequest
 from gateway.request_body import read_body
 from gateway.request_ids import ANSWER_ID, client_request_id
+from gateway.server_state import SERVER_STATE, ServerState
 from gateway.sse import Chunks
 from mesh.errors import InvalidRequest
 from mesh.log_format import about
@@ -43,17 +43,17 @@ class Endpoint(Generic[RequestType]):
         """Decode and validate the body."""
         raise NotImplementedError
 
-    async def prompts(self, frontend: Frontend, request: RequestType) -> list[Prompt]:
+    async def prompts(self, server: ServerState, request: RequestType) -> list[Prompt]:
         """Tokenise the request's prompts."""
         raise NotImplementedError
 
-    def chunks(self, frontend: Frontend, request: RequestType, answer: Answer) -> Chunks:
+    def chunks(self, server: ServerState, request: RequestType, answer: Answer) -> Chunks:
         """Formats the events of a streamed answer."""
         raise NotImplementedError
 
     def whole(
         self,
-        frontend: Frontend,
+        server: ServerState,
         request: RequestType,
         answer: Answer,
         deltas: list[list[Delta]],
@@ -71,25 +71,25 @@ class Endpoint(Generic[RequestType]):
             PdmeshError: it failed before the first byte of the answer.
         """
         arrived_s = time.monotonic()
-        frontend = http_request.app[FRONTEND]
-        if frontend.tracing is None:
-            return await self._serve(http_request, frontend, arrived_s, None)
+        server = http_request.app[SERVER_STATE]
+        if server.tracing is None:
+            return await self._serve(http_request, server, arrived_s, None)
         parent = http_request.headers.get("traceparent", "")
-        with RequestTrace(frontend.tracing, http_request.path, parent, arrived_s) as trace:
-            return await self._serve(http_request, frontend, arrived_s, trace)
+        with RequestTrace(server.tracing, http_request.path, parent, arrived_s) as trace:
+            return await self._serve(http_request, server, arrived_s, trace)
 
     async def _serve(
         self,
         http_request: web.Request,
-        frontend: Frontend,
+        server: ServerState,
         arrived_s: float,
         trace: RequestTrace | None,
     ) -> web.StreamResponse:
-        request = self.decode(await read_body(http_request, frontend))
-        frontend.check_model(request.model)
-        with frontend.admitted():
+        request = self.decode(await read_body(http_request, server))
+        server.check_model(request.model)
+        with server.admitted():
             try:
-                return await self._run(http_request, frontend, request, arrived_s, trace)
+                return await self._run(http_request, server, request, arrived_s, trace)
             except InvalidRequest as error:
                 self.rename(error)
                 raise
@@ -97,19 +97,19 @@ class Endpoint(Generic[RequestType]):
     async def _run(
         self,
         http_request: web.Request,
-        frontend: Frontend,
+        server: ServerState,
         request: RequestType,
         arrived_s: float,
         trace: RequestTrace | None,
     ) -> web.StreamResponse:
-        rules = output_rules(request, frontend.model)
+        rules = output_rules(request, server.model)
         if rules.grammar:
-            await frontend.grammars.check(rules.grammar, rules.param)
+            await server.grammars.check(rules.grammar, rules.param)
         decoded_s = time.monotonic()
-        prompts = await self.prompts(frontend, request)
+        prompts = await self.prompts(server, request)
         arrival = Arrival(arrived_s, decoded_s, time.monotonic())
         answer = Answer(
-            frontend,
+            server,
             request,
             prompts,
             rules=rules,
@@ -123,10 +123,10 @@ class Endpoint(Generic[RequestType]):
         _note(http_request, answer, arrival, trace)
         with answer:
             if request.stream:
-                chunks = self.chunks(frontend, request, answer)
+                chunks = self.chunks(server, request, answer)
                 return await stream_answer(http_request, answer, chunks, request)
             deltas = await answer.collect()
-            body = self.whole(frontend, request, answer, deltas)
+            body = self.whole(server, request, answer, deltas)
             return await send_json(http_request, orjson.dumps(body))
 
 

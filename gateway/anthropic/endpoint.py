@@ -16,12 +16,12 @@ from gateway.anthropic.schema import (
     decode_messages_request,
 )
 from gateway.client_writer import send_json
-from gateway.frontend import FRONTEND, Frontend
 from gateway.generation.answer import Answer, Prompt
 from gateway.generation.parts import Part
 from gateway.openai.chat import chat_tokens
 from gateway.request.schema import ChatRequest
 from gateway.request_body import read_body
+from gateway.server_state import SERVER_STATE, ServerState
 from mesh.errors import InvalidRequest
 
 PATH = "/v1/messages"
@@ -35,13 +35,13 @@ async def messages(http_request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(http_request: web.Request) -> web.StreamResponse:
     """Number of tokens of the prompt that a conversation makes; needs no workers."""
-    frontend = http_request.app[FRONTEND]
-    with frontend.admitted(needs_workers=False):
-        request = decode_count_tokens_request(await read_body(http_request, frontend))
-        frontend.check_model(request.model)
+    server = http_request.app[SERVER_STATE]
+    with server.admitted(needs_workers=False):
+        request = decode_count_tokens_request(await read_body(http_request, server))
+        server.check_model(request.model)
         chat, names = messages_to_chat(request)
         try:
-            ids = await chat_tokens(frontend, chat)
+            ids = await chat_tokens(server, chat)
         except InvalidRequest as error:
             names.rename(error)
             raise
@@ -59,20 +59,20 @@ class MessagesEndpoint(AgentEndpoint):
         chat, self.names = messages_to_chat(self._request)
         return chat
 
-    async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
+    async def prompts(self, server: ServerState, request: ChatRequest) -> list[Prompt]:
         """See ``Endpoint``; an output longer than the context ends where the context does."""
-        ids = await chat_tokens(frontend, request)
-        room = frontend.max_model_len - len(ids)
+        ids = await chat_tokens(server, request)
+        room = server.max_model_len - len(ids)
         request.max_tokens = min(self._request.max_tokens, max(1, room))
         return [Prompt(tuple(ids))]
 
-    def chunks(self, frontend: Frontend, request: ChatRequest, answer: Answer) -> MessageEvents:
+    def chunks(self, server: ServerState, request: ChatRequest, answer: Answer) -> MessageEvents:
         """See ``Endpoint``."""
-        return MessageEvents(self._message(frontend, answer))
+        return MessageEvents(self._message(server, answer))
 
-    def body(self, frontend: Frontend, answer: Answer, parts: list[Part]) -> dict[str, Any]:
+    def body(self, server: ServerState, answer: Answer, parts: list[Part]) -> dict[str, Any]:
         """See ``AgentEndpoint``."""
-        return self._message(frontend, answer).whole(parts)
+        return self._message(server, answer).whole(parts)
 
-    def _message(self, frontend: Frontend, answer: Answer) -> MessageObject:
-        return MessageObject(answer, model=frontend.model.name, max_tokens=self._request.max_tokens)
+    def _message(self, server: ServerState, answer: Answer) -> MessageObject:
+        return MessageObject(answer, model=server.model.name, max_tokens=self._request.max_tokens)

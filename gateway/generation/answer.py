@@ -13,7 +13,6 @@ import msgspec
 from aiohttp import web
 
 from gateway.client_writer import finish, open_stream, write
-from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.generation import Generation, GenerationRequest
 from gateway.generation.output_rules import OutputRules
@@ -23,6 +22,7 @@ from gateway.observe.request_metrics import RequestMetrics, count_failure
 from gateway.observe.request_trace import RequestTrace
 from gateway.observe.timeline import Arrival
 from gateway.request.schema import ChatRequest, CompletionRequest
+from gateway.server_state import MAX_CHOICES, ServerState
 from gateway.sse import Chunks
 from mesh.errors import InvalidRequest, PdmeshError
 
@@ -42,7 +42,7 @@ class Answer:
 
     def __init__(
         self,
-        frontend: Frontend,
+        server: ServerState,
         request: ChatRequest | CompletionRequest,
         prompts: Sequence[Prompt],
         *,
@@ -56,7 +56,7 @@ class Answer:
         """Validate and prepare; entering starts the generations.
 
         Args:
-            frontend: The gateway.
+            server: The gateway's state.
             request: The decoded body.
             prompts: Its prompts, tokenised.
             rules: What the answers follow; its grammar has been checked.
@@ -71,7 +71,7 @@ class Answer:
         """
         self.id = uuid.uuid4().hex
         self.shows_timing = shows_timing
-        self._running = frontend.running
+        self._running = server.running
         self.created = int(time.time())
         self.samples_per_prompt = request.num_samples
         if len(prompts) * self.samples_per_prompt > MAX_CHOICES:
@@ -79,20 +79,20 @@ class Answer:
             raise InvalidRequest(f"more than {MAX_CHOICES} choices", param=param)
         self._wake = asyncio.Event()
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + frontend.request_timeout_s - (time.monotonic() - arrived_s)
-        pieces: Sequence[bytes] = frontend.model.tokenizer.pieces_with_special
+        deadline_s = loop.time() + server.request_timeout_s - (time.monotonic() - arrived_s)
+        pieces: Sequence[bytes] = server.model.tokenizer.pieces_with_special
         if request.skip_special_tokens:
             tools = rules.tools is not None
-            pieces = frontend.model.tool_pieces if tools else frontend.model.tokenizer.pieces
+            pieces = server.model.tool_pieces if tools else server.model.tokenizer.pieces
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        bad_words = bad_word_ids(request, frontend.model)
+        bad_words = bad_word_ids(request, server.model)
         self.choices: list[Choice] = []
         for prompt in prompts:
             sampling = build_sampling(
                 request,
-                frontend.model,
+                server.model,
                 num_prompt_tokens=len(prompt.token_ids),
-                max_model_len=frontend.max_model_len,
+                max_model_len=server.max_model_len,
                 grammar=rules.grammar,
                 bad_words=bad_words,
             )
@@ -106,10 +106,10 @@ class Answer:
                     slo_class=request.slo_class,
                     arrival=arrival,
                     request_id=f"{self.id}-{index}",
-                    history=frontend.history,
+                    history=server.history,
                 )
                 generation = Generation(
-                    frontend.cluster,
+                    server.cluster,
                     GenerationRequest(
                         request_id=f"{self.id}-{index}",
                         prompt_ids=prompt.token_ids,

@@ -44,7 +44,7 @@ class RequestRecord:
 
 
 class History:
-    """Owned by the frontend; a few hundred kilobytes at most in use."""
+    """Owned by the server state; a few hundred kilobytes at most in use."""
 
     def __init__(
         self, *, slot_s: float = _SLOT_S, clock: Callable[[], float] = time.monotonic

@@ -7,7 +7,6 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.frontend import MAX_INLINE_CHARS, Frontend
 from gateway.generation.answer import Prompt
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.logprobs import TokenNames, chat_logprobs
@@ -18,6 +17,7 @@ from gateway.prompts.chat_template import MAX_RENDER_S, TemplateTimeout
 from gateway.prompts.served_model import ServedModel
 from gateway.prompts.token_ids import truncated
 from gateway.request.schema import ChatRequest, decode_chat_request
+from gateway.server_state import MAX_INLINE_CHARS, ServerState
 from gateway.sse import ChatChunks
 from gateway.tools.prompt import described_turns, native_turns, tools_variable
 from mesh.errors import InvalidRequest
@@ -41,10 +41,10 @@ class ChatEndpoint(ChoicesEndpoint[ChatRequest]):
         """See ``ChoicesEndpoint``."""
         return decode_chat_request(body)
 
-    async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
+    async def prompts(self, server: ServerState, request: ChatRequest) -> list[Prompt]:
         """See ``ChoicesEndpoint``."""
-        ids = await chat_tokens(frontend, request)
-        return [Prompt(tuple(truncated(ids, request, frontend.max_model_len)))]
+        ids = await chat_tokens(server, request)
+        return [Prompt(tuple(truncated(ids, request, server.max_model_len)))]
 
     def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
         """See ``ChoicesEndpoint``."""
@@ -62,7 +62,7 @@ class ChatEndpoint(ChoicesEndpoint[ChatRequest]):
         body["prompt_token_ids"] = choices[0].generation.request.prompt_ids
 
 
-async def chat_tokens(frontend: Frontend, request: ChatRequest) -> list[int]:
+async def chat_tokens(server: ServerState, request: ChatRequest) -> list[int]:
     """Token ids of the rendered conversation.
 
     A template that does not finish in a moment begins anew on a thread: however it loops, the event
@@ -71,14 +71,14 @@ async def chat_tokens(frontend: Frontend, request: ChatRequest) -> list[int]:
     Raises:
         InvalidRequest: no template, or the template refuses the messages.
     """
-    model = frontend.model
+    model = server.model
     num_chars = sum(len(message.text) for message in request.messages)
     if request.tools:
         num_chars += len(str(request.tools))
     if num_chars <= MAX_INLINE_CHARS and not request.chat_template_kwargs:
         with suppress(TemplateTimeout):
             return encode_chat(model, request, time_s=_INLINE_RENDER_S)
-    return await frontend.in_thread(lambda: encode_chat(model, request, time_s=MAX_RENDER_S))
+    return await server.in_thread(lambda: encode_chat(model, request, time_s=MAX_RENDER_S))
 
 
 def encode_chat(model: ServedModel, request: ChatRequest, *, time_s: float) -> list[int]:

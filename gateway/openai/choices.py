@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from gateway.endpoint import Endpoint, RequestType
-from gateway.frontend import Frontend
 from gateway.generation.answer import Answer
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.logprobs import TokenNames
 from gateway.generation.sampling import wants_logprobs
 from gateway.generation.usage import usage
 from gateway.request.schema import ChatRequest, CompletionRequest
+from gateway.server_state import ServerState
 from gateway.sse import Chunks, Stream
 
 
@@ -32,23 +32,23 @@ class ChoicesEndpoint(Endpoint[RequestType]):
         """Add ``prompt_token_ids`` of ``choices`` where vLLM has them for this endpoint."""
         raise NotImplementedError
 
-    def chunks(self, frontend: Frontend, request: RequestType, answer: Answer) -> Chunks:
+    def chunks(self, server: ServerState, request: RequestType, answer: Answer) -> Chunks:
         """See ``Endpoint``."""
         options = request.stream_options
         return self.choice_chunks(
             Stream(
                 answer_id=self.id_prefix + answer.id,
                 created=answer.created,
-                model=frontend.model.name,
+                model=server.model.name,
                 with_usage=bool(options and options.include_usage),
                 with_ids=request.return_token_ids,
-                names=_names(frontend, request),
+                names=_names(server, request),
             )
         )
 
     def whole(
         self,
-        frontend: Frontend,
+        server: ServerState,
         request: RequestType,
         answer: Answer,
         deltas: list[list[Delta]],
@@ -58,7 +58,7 @@ class ChoicesEndpoint(Endpoint[RequestType]):
         shown = [deltas[index] for index in kept]
         if not wants_logprobs(request):
             shown = [[delta._replace(logprobs=None) for delta in one] for one in shown]
-        names = _names(frontend, request)
+        names = _names(server, request)
         choices = [self.choice(names, index, one) for index, one in enumerate(shown)]
         if request.return_token_ids:
             for choice, one in zip(choices, shown, strict=True):
@@ -67,7 +67,7 @@ class ChoicesEndpoint(Endpoint[RequestType]):
             "id": self.id_prefix + answer.id,
             "object": self.object_name,
             "created": answer.created,
-            "model": frontend.model.name,
+            "model": server.model.name,
             "choices": choices,
             "usage": usage(answer.choices, answer.samples_per_prompt),
         }
@@ -95,6 +95,6 @@ def _mean_logprob(deltas: list[Delta]) -> float:
     return sum(values) / len(values) if values else -math.inf
 
 
-def _names(frontend: Frontend, request: ChatRequest | CompletionRequest) -> TokenNames:
+def _names(server: ServerState, request: ChatRequest | CompletionRequest) -> TokenNames:
     as_ids = bool(request.return_tokens_as_token_ids)
-    return TokenNames(frontend.model.tokenizer, as_ids=as_ids)
+    return TokenNames(server.model.tokenizer, as_ids=as_ids)

@@ -6,7 +6,6 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.frontend import MAX_CHOICES, Frontend
 from gateway.generation.answer import Prompt
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.detokenizer import unfinished_bytes
@@ -14,6 +13,7 @@ from gateway.generation.logprobs import CompletionLogprobs, TokenNames
 from gateway.openai.choices import ChoicesEndpoint
 from gateway.prompts.token_ids import check_token_ids, truncated
 from gateway.request.schema import CompletionRequest, decode_completion_request
+from gateway.server_state import MAX_CHOICES, ServerState
 from gateway.sse import CompletionChunks
 from mesh.errors import ContextTooLong, InvalidRequest
 
@@ -34,9 +34,9 @@ class CompletionEndpoint(ChoicesEndpoint[CompletionRequest]):
         """See ``ChoicesEndpoint``."""
         return decode_completion_request(body)
 
-    async def prompts(self, frontend: Frontend, request: CompletionRequest) -> list[Prompt]:
+    async def prompts(self, server: ServerState, request: CompletionRequest) -> list[Prompt]:
         """See ``ChoicesEndpoint``."""
-        return [await _prompt(frontend, request, item) for item in _items(request)]
+        return [await _prompt(server, request, item) for item in _items(request)]
 
     def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
         """See ``ChoicesEndpoint``."""
@@ -79,20 +79,20 @@ def _items(request: CompletionRequest) -> list[str | list[Any]]:
     )
 
 
-async def _prompt(frontend: Frontend, request: CompletionRequest, item: str | list[Any]) -> Prompt:
-    tokenizer = frontend.model.tokenizer
+async def _prompt(server: ServerState, request: CompletionRequest, item: str | list[Any]) -> Prompt:
+    tokenizer = server.model.tokenizer
     shown: str | None = None
     if isinstance(item, str):
         special = request.add_special_tokens
-        ids = await frontend.tokenise(
+        ids = await server.tokenise(
             len(item), lambda: tokenizer.encode(item, add_special_tokens=special)
         )
         shown = item
     else:
         ids = item
-    kept = truncated(ids, request, frontend.max_model_len)
-    _check_length(frontend, kept)
-    check_token_ids(frontend, kept, "prompt")
+    kept = truncated(ids, request, server.max_model_len)
+    _check_length(server, kept)
+    check_token_ids(server, kept, "prompt")
     pieces = tokenizer.pieces if request.skip_special_tokens else tokenizer.pieces_with_special
     unfinished = b"" if isinstance(item, str) else unfinished_bytes(pieces, kept)
     if not request.echo:
@@ -103,12 +103,12 @@ async def _prompt(frontend: Frontend, request: CompletionRequest, item: str | li
     return Prompt(tuple(kept), shown, unfinished)
 
 
-def _check_length(frontend: Frontend, ids: list[int]) -> None:
+def _check_length(server: ServerState, ids: list[int]) -> None:
     if not ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
-    if len(ids) >= frontend.max_model_len:
+    if len(ids) >= server.max_model_len:
         raise ContextTooLong(
             f"the prompt has {len(ids)} tokens, which leaves no room for output in a context of "
-            f"{frontend.max_model_len}",
+            f"{server.max_model_len}",
             param="prompt",
         )

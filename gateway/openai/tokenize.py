@@ -6,7 +6,6 @@ import msgspec
 from aiohttp import web
 
 from gateway.client_writer import send_json
-from gateway.frontend import FRONTEND, Frontend
 from gateway.openai.chat import chat_tokens
 from gateway.openai.tokenize_schema import (
     DetokenizeAnswer,
@@ -18,32 +17,33 @@ from gateway.openai.tokenize_schema import (
 )
 from gateway.prompts.token_ids import check_token_ids
 from gateway.request_body import read_body
+from gateway.server_state import SERVER_STATE, ServerState
 
 
 async def tokenize(http_request: web.Request) -> web.StreamResponse:
     """Token ids of a text, or of a conversation as the chat endpoint would see it."""
-    frontend = http_request.app[FRONTEND]
-    with frontend.admitted(needs_workers=False):
-        request = decode_tokenize_request(await read_body(http_request, frontend))
-        frontend.check_model(request.model)
-        ids = await _encode(frontend, request)
-        answer = TokenizeAnswer(count=len(ids), max_model_len=frontend.max_model_len, tokens=ids)
+    server = http_request.app[SERVER_STATE]
+    with server.admitted(needs_workers=False):
+        request = decode_tokenize_request(await read_body(http_request, server))
+        server.check_model(request.model)
+        ids = await _encode(server, request)
+        answer = TokenizeAnswer(count=len(ids), max_model_len=server.max_model_len, tokens=ids)
         if request.return_token_strs:
-            entry = frontend.model.tokenizer.entry
+            entry = server.model.tokenizer.entry
             answer.token_strs = [entry(token_id) for token_id in ids]
         return await send_json(http_request, msgspec.json.encode(answer))
 
 
 async def detokenize(http_request: web.Request) -> web.StreamResponse:
     """Text of token ids, special tokens included."""
-    frontend = http_request.app[FRONTEND]
-    with frontend.admitted(needs_workers=False):
-        request = decode_detokenize_request(await read_body(http_request, frontend))
-        frontend.check_model(request.model)
+    server = http_request.app[SERVER_STATE]
+    with server.admitted(needs_workers=False):
+        request = decode_detokenize_request(await read_body(http_request, server))
+        server.check_model(request.model)
         ids = request.tokens
-        check_token_ids(frontend, ids, "tokens")
-        tokenizer = frontend.model.tokenizer
-        text = await frontend.tokenise(
+        check_token_ids(server, ids, "tokens")
+        tokenizer = server.model.tokenizer
+        text = await server.tokenise(
             len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False)
         )
         answer = DetokenizeAnswer(prompt=text)
@@ -51,12 +51,12 @@ async def detokenize(http_request: web.Request) -> web.StreamResponse:
 
 
 async def _encode(
-    frontend: Frontend, request: TokenizePromptRequest | TokenizeChatRequest
+    server: ServerState, request: TokenizePromptRequest | TokenizeChatRequest
 ) -> list[int]:
     if isinstance(request, TokenizePromptRequest):
-        tokenizer = frontend.model.tokenizer
+        tokenizer = server.model.tokenizer
         text, special = request.prompt, request.add_special_tokens
-        return await frontend.tokenise(
+        return await server.tokenise(
             len(text), lambda: tokenizer.encode(text, add_special_tokens=special)
         )
-    return await chat_tokens(frontend, request.as_chat())
+    return await chat_tokens(server, request.as_chat())

@@ -11,11 +11,11 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from gateway.frontend import FRONTEND, Frontend
 from gateway.observe.request_metrics import token_counts
 from gateway.observe.time_slots import ClusterLoad
 from gateway.pages.dashboard_page import load_page
 from gateway.routing.cluster import Cluster, Worker
+from gateway.server_state import SERVER_STATE, ServerState
 from mesh.cancel import cancel_and_wait
 
 _SAMPLE_S = 1.0
@@ -31,37 +31,37 @@ async def show_page(request: web.Request) -> web.Response:
 
 async def show_figures(request: web.Request) -> web.Response:
     """GET /debug/dashboard."""
-    body = orjson.dumps(figures(request.app[FRONTEND]))
+    body = orjson.dumps(figures(request.app[SERVER_STATE]))
     return web.Response(body=body, content_type="application/json", headers=_HEAD)
 
 
-def figures(frontend: Frontend) -> dict[str, Any]:
+def figures(server: ServerState) -> dict[str, Any]:
     """What the dashboard shows; ``docs/operations.md`` names the fields."""
     now_s = time.monotonic()
-    frontend.cluster.refresh_loads()
-    workers = sorted(frontend.cluster.workers, key=_order)
+    server.cluster.refresh_loads()
+    workers = sorted(server.cluster.workers, key=_order)
     return {
-        "model": frontend.model.name,
-        "ready": frontend.is_ready,
-        "draining": frontend.is_draining,
-        "open_requests": frontend.num_open_requests,
+        "model": server.model.name,
+        "ready": server.is_ready,
+        "draining": server.is_draining,
+        "open_requests": server.num_open_requests,
         "workers": [_worker(worker, now_s) for worker in workers],
-        **frontend.history.as_json(),
+        **server.history.as_json(),
     }
 
 
 async def sampled(app: web.Application) -> AsyncIterator[None]:
     """Sample load and throughput into the history while the application runs."""
-    frontend = app[FRONTEND]
-    task = asyncio.create_task(_sample(frontend), name="dashboard-sampler")
+    server = app[SERVER_STATE]
+    task = asyncio.create_task(_sample(server), name="dashboard-sampler")
     yield
     await cancel_and_wait(task)
 
 
-async def _sample(frontend: Frontend) -> None:
-    interval_s = min(_SAMPLE_S, frontend.history.slot_s)
+async def _sample(server: ServerState) -> None:
+    interval_s = min(_SAMPLE_S, server.history.slot_s)
     while True:
-        frontend.history.sample(cluster_load(frontend.cluster), *token_counts())
+        server.history.sample(cluster_load(server.cluster), *token_counts())
         await asyncio.sleep(interval_s)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from aiohttp import web
 
 from gateway.agent_endpoint import AgentEndpoint
-from gateway.frontend import Frontend
 from gateway.generation.answer import Answer, Prompt
 from gateway.generation.logprobs import TokenNames
 from gateway.generation.parts import Part
@@ -17,6 +16,7 @@ from gateway.responses.events import ResponseEvents
 from gateway.responses.input import responses_to_chat
 from gateway.responses.response import ResponseObject
 from gateway.responses.schema import ResponsesRequest, decode_responses_request
+from gateway.server_state import ServerState
 
 
 async def responses(http_request: web.Request) -> web.StreamResponse:
@@ -35,22 +35,22 @@ class ResponsesEndpoint(AgentEndpoint):
         chat, self.names = responses_to_chat(self._request)
         return chat
 
-    async def prompts(self, frontend: Frontend, request: ChatRequest) -> list[Prompt]:
+    async def prompts(self, server: ServerState, request: ChatRequest) -> list[Prompt]:
         """See ``Endpoint``."""
-        return [Prompt(tuple(await chat_tokens(frontend, request)))]
+        return [Prompt(tuple(await chat_tokens(server, request)))]
 
-    def chunks(self, frontend: Frontend, request: ChatRequest, answer: Answer) -> ResponseEvents:
+    def chunks(self, server: ServerState, request: ChatRequest, answer: Answer) -> ResponseEvents:
         """See ``Endpoint``."""
-        return ResponseEvents(self._response(frontend, answer))
+        return ResponseEvents(self._response(server, answer))
 
-    def body(self, frontend: Frontend, answer: Answer, parts: list[Part]) -> dict[str, Any]:
+    def body(self, server: ServerState, answer: Answer, parts: list[Part]) -> dict[str, Any]:
         """See ``AgentEndpoint``."""
-        return self._response(frontend, answer).finished(parts)
+        return self._response(server, answer).finished(parts)
 
-    def _response(self, frontend: Frontend, answer: Answer) -> ResponseObject:
+    def _response(self, server: ServerState, answer: Answer) -> ResponseObject:
         return ResponseObject(
             self._request,
             answer,
-            model=frontend.model.name,
-            names=TokenNames(frontend.model.tokenizer),
+            model=server.model.name,
+            names=TokenNames(server.model.tokenizer),
         )

@@ -83,7 +83,7 @@ async def busy_gateway(num_prefill: int, num_decode: int) -> AsyncIterator[Scrip
     """Serve; one decode worker drains, one is full, one has blocks in quarantine."""
     model = load_served_model(resolve_model(""))
     cluster = ScriptedCluster(model)
-    cluster.frontend.history = History(slot_s=SLOT_S)
+    cluster.server.history = History(slot_s=SLOT_S)
     try:
         for role, number in (("prefill", num_prefill), ("decode", num_decode)):
             for index in range(number):

@@ -218,7 +218,7 @@ async def test_storm(client: Client, cluster: ScriptedCluster, script: Script, s
     refused = [outcome for outcome in outcomes if isinstance(outcome, AssertionError)]
     assert all('"code":' in str(outcome) for outcome in refused), refused
     assert outcomes.count("done") >= len(outcomes) / 2, outcomes
-    await wait_until(lambda: cluster.frontend.num_open_requests == 0)
+    await wait_until(lambda: cluster.server.num_open_requests == 0)
     await wait_until(lambda: all(not worker.legs for worker in cluster.cluster.workers))
     await wait_until(lambda: all(not worker.num_running for worker in cluster.workers))
 

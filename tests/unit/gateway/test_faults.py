@@ -188,7 +188,7 @@ async def test_disconnect_aborts_both_legs_within_100_ms(
         await wait_until(lambda: bool(decode.seen.aborts and prefill.seen.aborts))
         delays_s.append(max(decode.seen.aborts[0][1], prefill.seen.aborts[0][1]) - left_s)
         await wait_until(lambda: decode.num_running == 0)
-        await wait_until(lambda: cluster.frontend.num_open_requests == 0)
+        await wait_until(lambda: cluster.server.num_open_requests == 0)
     assert min(delays_s) < 0.1
     assert all(not worker.legs for worker in cluster.cluster.workers)
 
@@ -256,7 +256,7 @@ async def test_slow_reader_is_dropped(client: Client, cluster: ScriptedCluster) 
         % (len(body), body)
     )
     await wait_until(lambda: len(decode.seen.requests) == 16)
-    await wait_until(lambda: cluster.frontend.num_open_requests == 0, timeout_s=30)
+    await wait_until(lambda: cluster.server.num_open_requests == 0, timeout_s=30)
     assert all(not worker.legs for worker in cluster.cluster.workers)
     writer.close()
     assert dropped() == dropped_before + 1
@@ -267,7 +267,7 @@ async def test_deadline_gives_504_and_frees_the_workers(
 ) -> None:
     _, decode = await cluster.pair(Script(silent=True))
     await cluster.show_all()
-    cluster.frontend.request_timeout_s = 0.2
+    cluster.server.request_timeout_s = 0.2
     status, body = await client.post(CHAT, {"messages": MESSAGES})
     assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
     await wait_until(lambda: decode.num_running == 0)

@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_frees_the_workers(
     async with client.session.post(url, json=body(stream=True)) as response:
         await response.content.readline()
     await wait_until(lambda: not any(worker.num_running for worker in cluster.workers))
-    await wait_until(lambda: cluster.frontend.num_open_requests == 0)
+    await wait_until(lambda: cluster.server.num_open_requests == 0)
 
 
 def converted(**fields: Any) -> ChatRequest:

@@ -87,7 +87,7 @@ def test_any_request_is_answered_as_the_document_says(
     if mode is GenerationMode.POSITIVE and operation.path != "/v1/models/{id}":
         assert statuses[200], statuses
     give_up_s = time.monotonic() + 10
-    while live.frontend.num_open_requests:  # a stream's client is done before its handler
+    while live.server.num_open_requests:  # a stream's client is done before its handler
         assert time.monotonic() < give_up_s
         time.sleep(0.01)
 

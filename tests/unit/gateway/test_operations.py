@@ -26,7 +26,7 @@ async def test_health_and_ready(client: Client, cluster: ScriptedCluster, script
     await cluster.pair(script)
     await cluster.show_all()
     assert (await client.get("/ready"))[0] == 200
-    cluster.frontend.is_draining = True
+    cluster.server.is_draining = True
     assert (await client.get("/ready"))[0] == 503
     assert (await client.get("/health"))[0] == 200
 
@@ -204,7 +204,7 @@ async def test_errors_of_a_handler_are_500_without_details(
     def broken(*_: object) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(cluster.frontend, "check_model", broken)
+    monkeypatch.setattr(cluster.server, "check_model", broken)
     status, body = await client.post("/v1/chat/completions", {"messages": MESSAGES})
     assert status == 500
     assert body["error"] == {

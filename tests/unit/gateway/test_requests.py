@@ -297,7 +297,7 @@ async def test_bad_requests_send_nothing_to_workers(
     for field, value in BOTH_BAD:
         await ready.post(CHAT, {"messages": MESSAGES, field: value})
     assert all(not worker.seen.requests for worker in cluster.workers)
-    assert cluster.frontend.num_open_requests == 0
+    assert cluster.server.num_open_requests == 0
 
 
 def sampling(model: ServedModel, *, max_model_len: int = 8192, **fields: Any):

@@ -188,7 +188,7 @@ async def test_a_client_that_leaves_frees_the_workers(
     async with client.session.post(url, json={"input": "hi", "stream": True}) as response:
         await response.content.readline()
     await wait_until(lambda: not any(worker.num_running for worker in cluster.workers))
-    await wait_until(lambda: cluster.frontend.num_open_requests == 0)
+    await wait_until(lambda: cluster.server.num_open_requests == 0)
 
 
 async def test_logprobs_come_with_their_text(

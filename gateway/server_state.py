@@ -37,13 +37,13 @@ _Result = TypeVar("_Result")
 
 
 class RunningAnswer(Protocol):
-    """What ``Frontend.drain`` needs of an answer."""
+    """What ``ServerState.drain`` needs of an answer."""
 
     def fail(self, error: PdmeshError) -> None:
         """End it now; its client is told ``error``."""
 
 
-class Frontend:
+class ServerState:
     """State of one gateway process; ``close()`` frees its threads."""
 
     def __init__(
@@ -161,4 +161,4 @@ class Frontend:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend", Frontend)
+SERVER_STATE: web.AppKey[ServerState] = web.AppKey("server_state", ServerState)
