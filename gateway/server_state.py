@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from aiohttp import web
 
 from gateway.observe.history import History
 from gateway.prompts.served_model import ServedModel
+from gateway.prompts.text_threads import TextThreads
 from gateway.routing.cluster import Cluster
 from gateway.structured.grammar_check import GrammarChecker
 from mesh import metrics
@@ -23,17 +23,10 @@ MAX_OPEN_REQUESTS = 4096
 MAX_CHOICES = 128
 """Prompts times samples of one HTTP request."""
 
-MAX_INLINE_CHARS = 4096
-"""Longer text is tokenised in a thread; this much takes a few milliseconds."""
-
 MAX_RECEIVING_BYTES = 512 << 20
 """Bodies on their way in, all together."""
 
-_NUM_TOKENIZER_THREADS = 2
-
 _OPEN_REQUESTS = metrics.gauge("pdmesh:gateway_open_requests", "HTTP requests being served.")
-
-_Result = TypeVar("_Result")
 
 
 class RunningAnswer(Protocol):
@@ -64,6 +57,7 @@ class ServerState:
         self.tracing = tracing
         self.history = history or History()
         self.grammars = GrammarChecker(model.tokenizer)
+        self.text_threads = TextThreads()
         self.created = int(time.time())
         self.num_open_requests = 0
         self.receiving_bytes = 0
@@ -74,12 +68,11 @@ class ServerState:
         """Answers that have been started and not left."""
         self._idle = asyncio.Event()
         self._idle.set()
-        self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
         """Stop the threads."""
         self.grammars.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.text_threads.close()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait for those that run, and fail what still runs then."""
@@ -149,16 +142,6 @@ class ServerState:
             yield
         finally:
             self.receiving_bytes -= num_bytes
-
-    async def tokenise(self, num_chars: int, work: Callable[[], _Result]) -> _Result:
-        """Run ``work`` on ``num_chars`` of text, off the event loop when that takes long."""
-        if num_chars <= MAX_INLINE_CHARS:
-            return work()
-        return await self.in_thread(work)
-
-    async def in_thread(self, work: Callable[[], _Result]) -> _Result:
-        """Run ``work`` off the event loop, after what waits already."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 SERVER_STATE: web.AppKey[ServerState] = web.AppKey("server_state", ServerState)

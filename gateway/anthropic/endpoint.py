@@ -18,7 +18,7 @@ from gateway.anthropic.schema import (
 from gateway.client_writer import send_json
 from gateway.generation.answer import Answer, Prompt
 from gateway.generation.parts import Part
-from gateway.openai.chat import chat_tokens
+from gateway.prompts.chat import chat_tokens
 from gateway.request.schema import ChatRequest
 from gateway.request_body import read_body
 from gateway.server_state import SERVER_STATE, ServerState
@@ -41,7 +41,7 @@ async def count_tokens(http_request: web.Request) -> web.StreamResponse:
         server.check_model(request.model)
         chat, names = messages_to_chat(request)
         try:
-            ids = await chat_tokens(server, chat)
+            ids = await chat_tokens(server.model, server.text_threads, chat)
         except InvalidRequest as error:
             names.rename(error)
             raise
@@ -61,7 +61,7 @@ class MessagesEndpoint(AgentEndpoint):
 
     async def prompts(self, server: ServerState, request: ChatRequest) -> list[Prompt]:
         """See ``Endpoint``; an output longer than the context ends where the context does."""
-        ids = await chat_tokens(server, request)
+        ids = await chat_tokens(server.model, server.text_threads, request)
         room = server.max_model_len - len(ids)
         request.max_tokens = min(self._request.max_tokens, max(1, room))
         return [Prompt(tuple(ids))]

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.request.schema import StopString, decode_body
+from gateway.request.decoding import decode_body
+from gateway.request.schema import StopString
 from gateway.request.tool_fields import ToolName
 from mesh.errors import InvalidRequest
 

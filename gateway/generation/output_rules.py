@@ -39,11 +39,6 @@ class OutputRules(NamedTuple):
     tools: ToolUse | None = None
 
 
-def callable_tools(request: ChatRequest) -> list[Tool]:
-    """The tools that the model is told of."""
-    return [] if request.tool_choice == "none" else request.tools or []
-
-
 def output_rules(request: GenerationFields, model: ServedModel) -> OutputRules:
     """Turn the request's fields into rules; the grammar is not compiled yet.
 
@@ -51,7 +46,7 @@ def output_rules(request: GenerationFields, model: ServedModel) -> OutputRules:
         InvalidRequest: fields that contradict each other.
     """
     wanted = output_format(request)
-    tools = callable_tools(request) if isinstance(request, ChatRequest) else []
+    tools = request.callable_tools if isinstance(request, ChatRequest) else []
     rules = _rules(request, model, tools, wanted) if tools else _free(wanted)
     if rules.grammar and request.ignore_eos:
         raise InvalidRequest(

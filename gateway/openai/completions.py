@@ -12,7 +12,8 @@ from gateway.generation.detokenizer import unfinished_bytes
 from gateway.generation.logprobs import CompletionLogprobs, TokenNames
 from gateway.openai.choices import ChoicesEndpoint
 from gateway.prompts.token_ids import check_token_ids, truncated
-from gateway.request.schema import CompletionRequest, decode_completion_request
+from gateway.request.decoding import decode_completion_request
+from gateway.request.schema import CompletionRequest
 from gateway.server_state import MAX_CHOICES, ServerState
 from gateway.sse import CompletionChunks
 from mesh.errors import ContextTooLong, InvalidRequest
@@ -84,7 +85,7 @@ async def _prompt(server: ServerState, request: CompletionRequest, item: str | l
     shown: str | None = None
     if isinstance(item, str):
         special = request.add_special_tokens
-        ids = await server.tokenise(
+        ids = await server.text_threads.run_if_long(
             len(item), lambda: tokenizer.encode(item, add_special_tokens=special)
         )
         shown = item
@@ -92,7 +93,7 @@ async def _prompt(server: ServerState, request: CompletionRequest, item: str | l
         ids = item
     kept = truncated(ids, request, server.max_model_len)
     _check_length(server, kept)
-    check_token_ids(server, kept, "prompt")
+    check_token_ids(server.model, kept, "prompt")
     pieces = tokenizer.pieces if request.skip_special_tokens else tokenizer.pieces_with_special
     unfinished = b"" if isinstance(item, str) else unfinished_bytes(pieces, kept)
     if not request.echo:

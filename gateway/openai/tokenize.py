@@ -6,7 +6,6 @@ import msgspec
 from aiohttp import web
 
 from gateway.client_writer import send_json
-from gateway.openai.chat import chat_tokens
 from gateway.openai.tokenize_schema import (
     DetokenizeAnswer,
     TokenizeAnswer,
@@ -15,6 +14,7 @@ from gateway.openai.tokenize_schema import (
     decode_detokenize_request,
     decode_tokenize_request,
 )
+from gateway.prompts.chat import chat_tokens
 from gateway.prompts.token_ids import check_token_ids
 from gateway.request_body import read_body
 from gateway.server_state import SERVER_STATE, ServerState
@@ -41,9 +41,9 @@ async def detokenize(http_request: web.Request) -> web.StreamResponse:
         request = decode_detokenize_request(await read_body(http_request, server))
         server.check_model(request.model)
         ids = request.tokens
-        check_token_ids(server, ids, "tokens")
+        check_token_ids(server.model, ids, "tokens")
         tokenizer = server.model.tokenizer
-        text = await server.tokenise(
+        text = await server.text_threads.run_if_long(
             len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False)
         )
         answer = DetokenizeAnswer(prompt=text)
@@ -56,7 +56,7 @@ async def _encode(
     if isinstance(request, TokenizePromptRequest):
         tokenizer = server.model.tokenizer
         text, special = request.prompt, request.add_special_tokens
-        return await server.tokenise(
+        return await server.text_threads.run_if_long(
             len(text), lambda: tokenizer.encode(text, add_special_tokens=special)
         )
-    return await chat_tokens(server, request.as_chat())
+    return await chat_tokens(server.model, server.text_threads, request.as_chat())

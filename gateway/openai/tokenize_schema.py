@@ -7,7 +7,9 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from gateway.request.schema import ChatMessage, ChatRequest, TokenId, check_together, decode_body
+from gateway.request.checks import check_together
+from gateway.request.decoding import decode_body
+from gateway.request.schema import ChatMessage, ChatRequest, TokenId
 from gateway.request.tool_fields import ToolList
 
 MAX_DETOKENIZED = 1 << 18

@@ -22,7 +22,8 @@ from gateway.openai.tokenize_schema import (
     TokenizeChatRequest,
     TokenizePromptRequest,
 )
-from gateway.request.schema import ChatRequest, CompletionRequest, refused_fields
+from gateway.request.decoding import refused_fields
+from gateway.request.schema import ChatRequest, CompletionRequest
 from gateway.responses import answer as responses_answer
 from gateway.responses.schema import ResponsesRequest
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.prompts.served_model import ServedModel
 from gateway.request.schema import ChatRequest, CompletionRequest
-from gateway.server_state import ServerState
 from mesh.errors import InvalidRequest
 
 
-def check_token_ids(server: ServerState, ids: list[Any], param: str) -> None:
+def check_token_ids(model: ServedModel, ids: list[Any], param: str) -> None:
     """Refuse whatever is not a token id of the served model.
 
     Raises:
         InvalidRequest: names ``param``.
     """
-    vocab_size = server.model.tokenizer.vocab_size
+    vocab_size = model.tokenizer.vocab_size
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise InvalidRequest(

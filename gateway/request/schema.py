@@ -1,21 +1,16 @@
-"""The OpenAI request bodies, typed, and decoded with errors that name the field.
+"""The OpenAI request bodies, typed.
 
-Fields follow the OpenAI API plus vLLM's sampling extensions. No field is ignored in silence: what
-is not served is refused by name, unless its value asks for nothing (``null``, ``[]``, …), and so is
-any name that neither API has. Only what cannot change an answer (``user``, ``metadata``, cache
-hints) is taken without effect; those fields say so.
+Fields follow the OpenAI API plus vLLM's sampling extensions. Only what cannot change an answer
+(``user``, ``metadata``, cache hints) is taken without effect; those fields say so.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from gateway.errors import UnknownParameter, UnsupportedParameter
 from gateway.request.structured_fields import (
     ChoiceList,
     GrammarText,
@@ -23,8 +18,7 @@ from gateway.request.structured_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
-from gateway.request.tool_fields import ToolCallList, ToolChoice, ToolList, check_tools
-from mesh.errors import InvalidRequest
+from gateway.request.tool_fields import Tool, ToolCallList, ToolChoice, ToolList
 from mesh.messages import SloClass
 
 MAX_STOP_STRINGS = 4
@@ -162,6 +156,11 @@ class ChatRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
 
 class CompletionRequest(GenerationFields, kw_only=True):
     """Body of POST /v1/completions."""
@@ -171,160 +170,3 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     add_special_tokens: bool = True
-
-
-_Body = TypeVar("_Body", bound=msgspec.Struct)
-
-_NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    name: _NOTHING
-    for name in (
-        *("tools", "functions", "suffix", "audio", "prediction", "web_search_options"),
-        *("moderation", "prompt_cache_options", "store"),
-        *("chat_template", "documents", "mm_processor_kwargs", "media_io_kwargs"),
-        *("prompt_logprobs", "prompt_embeds", "use_beam_search", "truncation_side"),
-        *("structural_tag", "logits_processors"),
-        *("lora", "thinking_token_budget", "repetition_detection", "request_id"),
-        *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "mm_data"),
-    )
-}
-_REFUSED |= {
-    "tool_choice": (None, "none", "auto"),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "reasoning_effort": (None, "none"),
-    "include_reasoning": (None, True),
-    "verbosity": (None, "medium"),
-    "length_penalty": (None, 1),
-    "spaces_between_special_tokens": (None, True),
-}
-"""Field → values that ask for nothing. Other bodies name theirs in ``not_served``."""
-
-_ALSO_REFUSED: dict[type, tuple[str, ...]] = {
-    ChatRequest: ("prompt", "echo", "suffix"),
-    CompletionRequest: ("messages", "top_logprobs", "max_completion_tokens"),
-}
-
-_OWN_VARIABLES = {"messages", "add_generation_prompt", "continue_final_message"}
-_AT_PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
-_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
-
-
-def decode_chat_request(body: bytes) -> ChatRequest:
-    """Decode and validate; the error's ``param`` is the path of the field, ``messages[0].role``.
-
-    Raises:
-        InvalidRequest: not JSON, a wrong type or value, or a field that is not served.
-    """
-    request = decode_body(body, _chat_decoder, ChatRequest)
-    check_together(request)
-    return request
-
-
-def decode_completion_request(body: bytes) -> CompletionRequest:
-    """As ``decode_chat_request``, for /v1/completions."""
-    request = decode_body(body, _completion_decoder, CompletionRequest)
-    check_together(request)
-    return request
-
-
-def refused_fields(kind: type) -> Mapping[str, tuple[Any, ...]]:
-    """Fields of a body of this ``kind`` that are not served → the values that are let pass."""
-    if not issubclass(kind, GenerationFields):
-        names = getattr(kind, "not_served", ())
-        return {name: _REFUSED.get(name, _NOTHING) for name in names}
-    refused = _REFUSED | dict.fromkeys(_ALSO_REFUSED.get(kind, ()), _NOTHING)
-    return {name: refused[name] for name in refused.keys() - set(kind.__struct_fields__)}
-
-
-def decode_body(body: bytes, decoder: msgspec.json.Decoder[_Body], kind: type[_Body]) -> _Body:
-    """Decode one JSON object into ``kind``.
-
-    Raises:
-        InvalidRequest: not JSON, a wrong type or value, an unknown field, or one not served.
-    """
-    try:
-        fields = _raw_decoder.decode(body)
-        refused = refused_fields(kind)
-        for name in fields.keys() - set(kind.__struct_fields__):
-            if name not in refused:
-                raise UnknownParameter(f"{name[:80]} is not a known field", param=name[:80])
-            value = msgspec.json.decode(fields[name])
-            if not any(_is(value, nothing) for nothing in refused[name]):
-                raise UnsupportedParameter(f"{name} is not supported", param=name)
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _named(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest("the body is nested too deep") from error
-
-
-def _is(value: Any, other: Any) -> bool:
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _named(error: msgspec.ValidationError) -> InvalidRequest:
-    """Turn "Expected `int`, got `str` - at `$.seed`" into an error with ``param`` seed."""
-    text = str(error)
-    match = _AT_PATH.search(text)
-    missing = re.search(r"(?:missing required|contains unknown) field `([^`]*)`", text)
-    path = match["path"].lstrip(".") if match else ""
-    if missing:
-        path = f"{path}.{missing[1]}" if path else missing[1]
-    reason = text[: match.start()] if match else text
-    kind = UnknownParameter if "contains unknown field" in reason else InvalidRequest
-    return kind(f"{path}: {reason}" if path else reason, param=path or None)
-
-
-def check_together(request: GenerationFields) -> None:
-    """Check what one field says about another.
-
-    Raises:
-        InvalidRequest: they contradict each other.
-    """
-    if request.best_of is not None:
-        if request.best_of < (request.n or 1):
-            raise InvalidRequest("best_of is less than n", param="best_of")
-        if request.stream and request.best_of > (request.n or 1):
-            raise InvalidRequest("best_of over n cannot be streamed", param="best_of")
-    if request.stream_options is not None:
-        if not request.stream:
-            raise InvalidRequest("stream_options needs stream", param="stream_options")
-        if request.stream_options.include_obfuscation:
-            param = "stream_options.include_obfuscation"
-            raise UnsupportedParameter(f"{param} is not supported", param=param)
-    if request.truncate_prompt_tokens == 0:
-        raise InvalidRequest("truncate_prompt_tokens is 0", param="truncate_prompt_tokens")
-    if isinstance(request, ChatRequest):
-        check_tools(request.tools, request.tool_choice)
-        _check_messages(request.messages)
-        if request.top_logprobs is not None and not request.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
-        for name in _OWN_VARIABLES & (request.chat_template_kwargs or {}).keys():
-            raise InvalidRequest(
-                f"{name} is a field of its own", param=f"chat_template_kwargs.{name}"
-            )
-        if request.continue_final_message:
-            if request.add_generation_prompt:
-                raise InvalidRequest(
-                    "continue_final_message and add_generation_prompt exclude each other",
-                    param="continue_final_message",
-                )
-            if not request.messages[-1].text.strip():
-                raise InvalidRequest("the final message is empty", param="continue_final_message")
-    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
-        raise InvalidRequest("echo with logprobs is not supported", param="logprobs")
-
-
-def _check_messages(messages: list[ChatMessage]) -> None:
-    for index, message in enumerate(messages):
-        if message.tool_calls and message.role != "assistant":
-            param = f"messages[{index}].tool_calls"
-            raise InvalidRequest(f"{param}: only an assistant calls tools", param=param)
-        if (message.tool_call_id is None) == (message.role == "tool"):
-            param = f"messages[{index}].tool_call_id"
-            raise InvalidRequest(f"{param}: needed by role tool, and by no other", param=param)

@@ -10,7 +10,7 @@ from gateway.agent_endpoint import AgentEndpoint
 from gateway.generation.answer import Answer, Prompt
 from gateway.generation.logprobs import TokenNames
 from gateway.generation.parts import Part
-from gateway.openai.chat import chat_tokens
+from gateway.prompts.chat import chat_tokens
 from gateway.request.schema import ChatRequest
 from gateway.responses.events import ResponseEvents
 from gateway.responses.input import responses_to_chat
@@ -37,7 +37,7 @@ class ResponsesEndpoint(AgentEndpoint):
 
     async def prompts(self, server: ServerState, request: ChatRequest) -> list[Prompt]:
         """See ``Endpoint``."""
-        return [Prompt(tuple(await chat_tokens(server, request)))]
+        return [Prompt(tuple(await chat_tokens(server.model, server.text_threads, request)))]
 
     def chunks(self, server: ServerState, request: ChatRequest, answer: Answer) -> ResponseEvents:
         """See ``Endpoint``."""

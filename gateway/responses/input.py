@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gateway.prompts.conversation import Conversation, FieldNames
-from gateway.request.schema import ChatRequest, check_together
+from gateway.request.checks import check_together
+from gateway.request.schema import ChatRequest
 from gateway.request.structured_fields import JsonSchemaFormat, ResponseFormat
 from gateway.request.tool_fields import (
     FunctionName,

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import UnsupportedParameter
-from gateway.request.schema import Metadata, ServiceTier, decode_body
+from gateway.request.decoding import decode_body
+from gateway.request.schema import Metadata, ServiceTier
 from gateway.request.tool_fields import ToolName
 from mesh.errors import InvalidRequest
 

@@ -19,7 +19,8 @@ from gateway.anthropic.schema import (
     MessagesRequest,
     decode_messages_request,
 )
-from gateway.request.schema import ChatRequest, refused_fields
+from gateway.request.decoding import refused_fields
+from gateway.request.schema import ChatRequest
 from tests.unit.gateway.client import Client
 from tests.unit.gateway.events import Event, kinds, stream_events
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster, wait_until

@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 from gateway.openai import answer as answer_schema
 from gateway.pages.openapi import OPERATIONS, Operation, build_document
 from gateway.prompts.served_model import ServedModel
-from gateway.request.schema import refused_fields
+from gateway.request.decoding import refused_fields
 from tests.unit.gateway.client import CHAT, COMPLETIONS, Client
 from tests.unit.gateway.live_gateway import live_gateway
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster

@@ -11,7 +11,8 @@ import pytest
 from openai.types import responses as openai_responses
 from openai.types.responses import response_create_params
 
-from gateway.request.schema import ChatRequest, refused_fields
+from gateway.request.decoding import refused_fields
+from gateway.request.schema import ChatRequest
 from gateway.responses import answer as responses_answer
 from gateway.responses.input import responses_to_chat
 from gateway.responses.schema import ResponsesRequest, decode_responses_request

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai import chat
-from gateway.prompts import chat_template
+from gateway.prompts import chat, chat_template
 from gateway.prompts.chat_template import ChatTemplate, TemplateTimeout
 from gateway.prompts.served_model import ServedModel
 from gateway.server_state import ServerState
