@@ -20,9 +20,6 @@ from mesh.errors import ModelNotFound, Overloaded, PdmeshError, Unavailable
 from mesh.tracing import Tracing
 
 MAX_OPEN_REQUESTS = 4096
-MAX_CHOICES = 128
-"""Prompts times samples of one HTTP request."""
-
 MAX_RECEIVING_BYTES = 512 << 20
 """Bodies on their way in, all together."""
 
@@ -127,6 +124,15 @@ class ServerState:
             if self.num_open_requests == 0:
                 self._idle.set()
             _OPEN_REQUESTS.set(self.num_open_requests)
+
+    @contextmanager
+    def serving(self, answer: RunningAnswer) -> Iterator[None]:
+        """Let ``drain`` end ``answer`` if it runs for too long."""
+        self.running.add(answer)
+        try:
+            yield
+        finally:
+            self.running.discard(answer)
 
     @contextmanager
     def receiving(self, num_bytes: int) -> Iterator[None]:

@@ -7,22 +7,18 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from gateway.agent_endpoint import AgentEndpoint
 from gateway.anthropic.input import messages_to_chat
 from gateway.anthropic.message import MessageEvents, MessageObject
-from gateway.anthropic.schema import (
-    MessagesRequest,
-    decode_count_tokens_request,
-    decode_messages_request,
-)
+from gateway.anthropic.schema import decode_count_tokens_request, decode_messages_request
 from gateway.client_writer import send_json
-from gateway.generation.answer import Answer, Prompt
-from gateway.generation.parts import Part
+from gateway.endpoint import serve
+from gateway.generation.answer import Answer
+from gateway.generation.answer_factory import Prompt
+from gateway.generation.choice import Delta
+from gateway.generation.parts import whole_parts
 from gateway.prompts.chat import chat_tokens
-from gateway.request.schema import ChatRequest
 from gateway.request_body import read_body
 from gateway.server_state import SERVER_STATE, ServerState
-from mesh.errors import InvalidRequest
 
 PATH = "/v1/messages"
 """Also the beginning of all paths of this API."""
@@ -30,7 +26,7 @@ PATH = "/v1/messages"
 
 async def messages(http_request: web.Request) -> web.StreamResponse:
     """Answer the next turn of a conversation."""
-    return await MessagesEndpoint().serve(http_request)
+    return await serve(http_request, MessagesDialect)
 
 
 async def count_tokens(http_request: web.Request) -> web.StreamResponse:
@@ -40,39 +36,34 @@ async def count_tokens(http_request: web.Request) -> web.StreamResponse:
         request = decode_count_tokens_request(await read_body(http_request, server))
         server.check_model(request.model)
         chat, names = messages_to_chat(request)
-        try:
+        with names.renamed():
             ids = await chat_tokens(server.model, server.text_threads, chat)
-        except InvalidRequest as error:
-            names.rename(error)
-            raise
         return await send_json(http_request, orjson.dumps({"input_tokens": len(ids)}))
 
 
-class MessagesEndpoint(AgentEndpoint):
-    """A chat request in the Messages API's form."""
+class MessagesDialect:
+    """The ``Dialect`` of the Messages API."""
 
-    _request: MessagesRequest
+    def __init__(self, body: bytes) -> None:
+        self._asked = decode_messages_request(body)
+        self.request, self.names = messages_to_chat(self._asked)
 
-    def decode(self, body: bytes) -> ChatRequest:
-        """See ``Endpoint``."""
-        self._request = decode_messages_request(body)
-        chat, self.names = messages_to_chat(self._request)
-        return chat
-
-    async def prompts(self, server: ServerState, request: ChatRequest) -> list[Prompt]:
-        """See ``Endpoint``; an output longer than the context ends where the context does."""
-        ids = await chat_tokens(server.model, server.text_threads, request)
+    async def prompts(self, server: ServerState) -> list[Prompt]:
+        """The conversation; an output longer than the context ends where the context does."""
+        ids = await chat_tokens(server.model, server.text_threads, self.request)
         room = server.max_model_len - len(ids)
-        request.max_tokens = min(self._request.max_tokens, max(1, room))
+        self.request.max_tokens = min(self._asked.max_tokens, max(1, room))
         return [Prompt(tuple(ids))]
 
-    def chunks(self, server: ServerState, request: ChatRequest, answer: Answer) -> MessageEvents:
-        """See ``Endpoint``."""
+    def chunks(self, server: ServerState, answer: Answer) -> MessageEvents:
+        """Events of content blocks."""
         return MessageEvents(self._message(server, answer))
 
-    def body(self, server: ServerState, answer: Answer, parts: list[Part]) -> dict[str, Any]:
-        """See ``AgentEndpoint``."""
-        return self._message(server, answer).whole(parts)
+    def whole(
+        self, server: ServerState, answer: Answer, deltas: list[list[Delta]]
+    ) -> dict[str, Any]:
+        """A ``message``."""
+        return self._message(server, answer).whole(whole_parts(deltas[0]))
 
     def _message(self, server: ServerState, answer: Answer) -> MessageObject:
-        return MessageObject(answer, model=server.model.name, max_tokens=self._request.max_tokens)
+        return MessageObject(answer, model=server.model.name, max_tokens=self._asked.max_tokens)

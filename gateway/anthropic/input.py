@@ -71,11 +71,8 @@ def messages_to_chat(request: CountTokensRequest) -> tuple[ChatRequest, FieldNam
         chat.temperature = request.temperature
         chat.top_p = request.top_p
         chat.top_k = request.top_k
-    try:
+    with names.renamed():
         check_together(chat)
-    except InvalidRequest as error:
-        names.rename(error)
-        raise
     return chat, names
 
 

@@ -84,7 +84,7 @@ class MessageObject:
 
 
 class MessageEvents:
-    """Formats one stream, see ``gateway.sse.Chunks``."""
+    """Formats one stream: ``gateway.sse.Chunks``."""
 
     def __init__(self, message: MessageObject) -> None:
         self._message = message
@@ -92,7 +92,7 @@ class MessageEvents:
         self._is_begun = False
 
     def token(self, choice: Choice, delta: Delta, usage: dict[str, Any] | None) -> bytes:
-        """See ``Chunks``; a token that adds nothing visible has no event."""
+        """A token that adds nothing visible has no event."""
         data = bytearray()
         if not self._is_begun:
             self._is_begun = True
@@ -102,17 +102,15 @@ class MessageEvents:
         return bytes(data)
 
     def end(self, usage: dict[str, Any]) -> bytes:
-        """See ``Chunks``."""
         counts = self._message.usage(usage)
         end = _event("message_delta", delta=self._message.end(), usage=counts)
         return end + _event("message_stop")
 
     def timing(self, timing: list[dict[str, Any]]) -> bytes:
-        """See ``Chunks``: this API's streams have no event for it."""
+        """This API's streams have no event for it."""
         return b""
 
     def error(self, error: PdmeshError) -> bytes:
-        """See ``Chunks``."""
         return b"event: error\ndata: " + orjson.dumps(anthropic_error_body(error)) + b"\n\n"
 
 

@@ -9,7 +9,7 @@ an opening, pieces and an end, and never two at a time:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.generation.choice import Delta
@@ -126,3 +126,11 @@ class AnswerParts:
         if self._is_open:
             changes.append(Closed(len(self.parts) - 1, self.parts[-1]))
         self._is_open = False
+
+
+def whole_parts(deltas: Iterable[Delta]) -> list[Part]:
+    """The parts of a choice of which all deltas are there."""
+    parts = AnswerParts()
+    for delta in deltas:
+        parts.add(delta)
+    return parts.parts

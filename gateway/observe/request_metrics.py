@@ -123,35 +123,30 @@ class RequestMetrics:
 
     def __init__(
         self,
-        arrived_s: float,
+        arrival: Arrival,
         num_prompt_tokens: int,
         *,
-        slo_class: SloClass = "interactive",
-        arrival: Arrival | None = None,
-        request_id: str = "",
-        history: History | None = None,
+        slo_class: SloClass,
+        request_id: str,
+        history: History,
     ) -> None:
         """Start the clock.
 
         Args:
-            arrived_s: ``time.monotonic()`` when the HTTP request came.
+            arrival: When the HTTP request came, and what was done since.
             num_prompt_tokens: What it asks to be computed.
             slo_class: Label of some metrics.
-            arrival: What was done since; None: all of it was ``receive``.
             request_id: Names the sequence in the history.
             history: Remembers it, for the dashboard.
         """
         self._request_id = request_id
         self._history = history
-        self._arrived_s = arrived_s
+        self._arrived_s = arrival.arrived_s
         self._first_s = 0.0
         self._last_s = 0.0
         self._num_tokens = 0
         self._num_prompt_tokens = num_prompt_tokens
         self._slo_class: SloClass = slo_class
-        if arrival is None:
-            now_s = time.monotonic()
-            arrival = Arrival(arrived_s, now_s, now_s)
         self._timeline = Timeline(arrival)
 
     def on_attempt(self, workers: tuple[str, ...], sampling: SamplingParams) -> None:
@@ -173,14 +168,13 @@ class RequestMetrics:
             self._first_s = now_s
             _TTFT.observe(now_s - self._arrived_s)
             _CLASS_TTFT[self._slo_class].observe(now_s - self._arrived_s)
-            if self._history is not None:
-                self._history.on_first_token(now_s - self._arrived_s)
+            self._history.on_first_token(now_s - self._arrived_s)
             _PROMPT_TOKENS.inc(self._num_prompt_tokens)
             _REQUEST_PROMPT_TOKENS.observe(self._num_prompt_tokens)
         self._last_s = now_s
         self._num_tokens += num_tokens
         _GENERATION_TOKENS.inc(num_tokens)
-        if timing is not None and self._timeline.on_leg(timing, now_s) and self._history:
+        if timing is not None and self._timeline.on_leg(timing, now_s):
             decode_id, prefill_id = self._timeline.workers
             self._history.on_transfer(prefill_id, decode_id, timing)
 
@@ -210,18 +204,17 @@ class RequestMetrics:
         return self._timeline.as_json(self._num_tokens, self._first_s, self._last_s)
 
     def _remember(self, outcome: str, now_s: float) -> None:
-        if self._history is not None:
-            self._history.on_ended(
-                RequestRecord(
-                    request_id=self._request_id,
-                    slo_class=self._slo_class,
-                    outcome=outcome,
-                    num_prompt_tokens=self._num_prompt_tokens,
-                    num_output_tokens=self._num_tokens,
-                    timing=self.timing(),
-                    ended_s=now_s,
-                )
+        self._history.on_ended(
+            RequestRecord(
+                request_id=self._request_id,
+                slo_class=self._slo_class,
+                outcome=outcome,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_output_tokens=self._num_tokens,
+                timing=self.timing(),
+                ended_s=now_s,
             )
+        )
 
     def _observe_parts(self) -> None:
         parts = self._timeline.parts

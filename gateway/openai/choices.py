@@ -1,59 +1,55 @@
-"""The endpoints whose answers are lists of choices: chat and text completions."""
+"""Answers that are lists of choices: chat and text completions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from gateway.endpoint import Endpoint, RequestType
 from gateway.generation.answer import Answer
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.logprobs import TokenNames
 from gateway.generation.sampling import wants_logprobs
 from gateway.generation.usage import usage
+from gateway.openai.chunks import Stream
 from gateway.request.schema import ChatRequest, CompletionRequest
 from gateway.server_state import ServerState
-from gateway.sse import Chunks, Stream
 
 
-class ChoicesEndpoint(Endpoint[RequestType]):
-    """What both do alike."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceList:
+    """How one of the endpoints writes its list."""
 
     id_prefix: str
     object_name: str
-    choice_chunks: Callable[[Stream], Chunks]
+    choice: Callable[[TokenNames, int, list[Delta]], dict[str, Any]]
+    """Writes one item of ``choices`` of a whole answer."""
+    put_prompt_ids: Callable[[dict[str, Any], list[Choice]], None]
+    """Adds ``prompt_token_ids`` of these choices where vLLM has them for this endpoint."""
 
-    def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
-        """One item of ``choices`` of a whole answer."""
-        raise NotImplementedError
-
-    def put_prompt_ids(self, body: dict[str, Any], choices: list[Choice]) -> None:
-        """Add ``prompt_token_ids`` of ``choices`` where vLLM has them for this endpoint."""
-        raise NotImplementedError
-
-    def chunks(self, server: ServerState, request: RequestType, answer: Answer) -> Chunks:
-        """See ``Endpoint``."""
+    def stream(
+        self, server: ServerState, request: ChatRequest | CompletionRequest, answer: Answer
+    ) -> Stream:
+        """What all events of a streamed answer have in common."""
         options = request.stream_options
-        return self.choice_chunks(
-            Stream(
-                answer_id=self.id_prefix + answer.id,
-                created=answer.created,
-                model=server.model.name,
-                with_usage=bool(options and options.include_usage),
-                with_ids=request.return_token_ids,
-                names=_names(server, request),
-            )
+        return Stream(
+            answer_id=self.id_prefix + answer.id,
+            created=answer.created,
+            model=server.model.name,
+            with_usage=bool(options and options.include_usage),
+            with_ids=request.return_token_ids,
+            names=_names(server, request),
         )
 
     def whole(
         self,
         server: ServerState,
-        request: RequestType,
+        request: ChatRequest | CompletionRequest,
         answer: Answer,
         deltas: list[list[Delta]],
     ) -> dict[str, Any]:
-        """See ``Endpoint``."""
+        """The body of a whole answer; ``deltas`` are all those of each choice."""
         kept = best_choices(deltas, answer.samples_per_prompt, request.n or 1)
         shown = [deltas[index] for index in kept]
         if not wants_logprobs(request):

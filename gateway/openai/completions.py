@@ -6,57 +6,75 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.generation.answer import Prompt
+from gateway.endpoint import serve
+from gateway.generation.answer import Answer
+from gateway.generation.answer_factory import MAX_CHOICES, Prompt
 from gateway.generation.choice import Choice, Delta
 from gateway.generation.detokenizer import unfinished_bytes
 from gateway.generation.logprobs import CompletionLogprobs, TokenNames
-from gateway.openai.choices import ChoicesEndpoint
+from gateway.openai.choices import ChoiceList
+from gateway.openai.chunks import CompletionChunks
+from gateway.prompts.conversation import FieldNames
 from gateway.prompts.token_ids import check_token_ids, truncated
 from gateway.request.decoding import decode_completion_request
 from gateway.request.schema import CompletionRequest
-from gateway.server_state import MAX_CHOICES, ServerState
-from gateway.sse import CompletionChunks
+from gateway.server_state import ServerState
 from mesh.errors import ContextTooLong, InvalidRequest
 
 
 async def completions(http_request: web.Request) -> web.StreamResponse:
     """Continue one or more prompts."""
-    return await CompletionEndpoint().serve(http_request)
+    return await serve(http_request, CompletionDialect)
 
 
-class CompletionEndpoint(ChoicesEndpoint[CompletionRequest]):
-    """How /v1/completions differs from /v1/chat/completions."""
+class CompletionDialect:
+    """The ``Dialect`` of /v1/completions."""
 
-    id_prefix = "cmpl-"
-    object_name = "text_completion"
-    choice_chunks = CompletionChunks
+    def __init__(self, body: bytes) -> None:
+        self.request = decode_completion_request(body)
+        self.names = FieldNames({})
 
-    def decode(self, body: bytes) -> CompletionRequest:
-        """See ``ChoicesEndpoint``."""
-        return decode_completion_request(body)
+    async def prompts(self, server: ServerState) -> list[Prompt]:
+        """As many as the body has."""
+        return [await _prompt(server, self.request, item) for item in _items(self.request)]
 
-    async def prompts(self, server: ServerState, request: CompletionRequest) -> list[Prompt]:
-        """See ``ChoicesEndpoint``."""
-        return [await _prompt(server, request, item) for item in _items(request)]
+    def chunks(self, server: ServerState, answer: Answer) -> CompletionChunks:
+        """Events of chunks."""
+        return CompletionChunks(_CHOICES.stream(server, self.request, answer))
 
-    def choice(self, names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
-        """See ``ChoicesEndpoint``."""
-        collected: CompletionLogprobs | None = None
-        for delta in deltas:
-            if delta.logprobs is not None:
-                collected = collected or CompletionLogprobs(names)
-                collected.add(delta.logprobs, delta.text)
-        return {
-            "index": index,
-            "text": "".join(delta.text for delta in deltas),
-            "logprobs": collected.take() if collected else None,
-            "finish_reason": deltas[-1].finish_reason,
-        }
+    def whole(
+        self, server: ServerState, answer: Answer, deltas: list[list[Delta]]
+    ) -> dict[str, Any]:
+        """A ``text_completion``."""
+        return _CHOICES.whole(server, self.request, answer, deltas)
 
-    def put_prompt_ids(self, body: dict[str, Any], choices: list[Choice]) -> None:
-        """See ``ChoicesEndpoint``: each prompt has its own."""
-        for shown, choice in zip(body["choices"], choices, strict=True):
-            shown["prompt_token_ids"] = choice.generation.request.prompt_ids
+
+def _choice(names: TokenNames, index: int, deltas: list[Delta]) -> dict[str, Any]:
+    collected: CompletionLogprobs | None = None
+    for delta in deltas:
+        if delta.logprobs is not None:
+            collected = collected or CompletionLogprobs(names)
+            collected.add(delta.logprobs, delta.text)
+    return {
+        "index": index,
+        "text": "".join(delta.text for delta in deltas),
+        "logprobs": collected.take() if collected else None,
+        "finish_reason": deltas[-1].finish_reason,
+    }
+
+
+def _put_prompt_ids(body: dict[str, Any], choices: list[Choice]) -> None:
+    """Each prompt has its own."""
+    for shown, choice in zip(body["choices"], choices, strict=True):
+        shown["prompt_token_ids"] = choice.generation.request.prompt_ids
+
+
+_CHOICES = ChoiceList(
+    id_prefix="cmpl-",
+    object_name="text_completion",
+    choice=_choice,
+    put_prompt_ids=_put_prompt_ids,
+)
 
 
 def _items(request: CompletionRequest) -> list[str | list[Any]]:

@@ -10,7 +10,8 @@ input[3]  function_call_output  ──▶  messages[2]
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from gateway.request.schema import ChatMessage, TextPart
@@ -43,6 +44,15 @@ class FieldNames:
         name = self._named(old)
         error.param = name
         error.args = (re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", lambda _: name, str(error)),)
+
+    @contextmanager
+    def renamed(self) -> Iterator[None]:
+        """Have errors that leave the block name the client's fields."""
+        try:
+            yield
+        except InvalidRequest as error:
+            self.rename(error)
+            raise
 
     def _named(self, path: str) -> str:
         end = len(path)

@@ -6,50 +6,49 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.agent_endpoint import AgentEndpoint
-from gateway.generation.answer import Answer, Prompt
+from gateway.endpoint import serve
+from gateway.generation.answer import Answer
+from gateway.generation.answer_factory import Prompt
+from gateway.generation.choice import Delta
 from gateway.generation.logprobs import TokenNames
-from gateway.generation.parts import Part
+from gateway.generation.parts import whole_parts
 from gateway.prompts.chat import chat_tokens
-from gateway.request.schema import ChatRequest
 from gateway.responses.events import ResponseEvents
 from gateway.responses.input import responses_to_chat
 from gateway.responses.response import ResponseObject
-from gateway.responses.schema import ResponsesRequest, decode_responses_request
+from gateway.responses.schema import decode_responses_request
 from gateway.server_state import ServerState
 
 
 async def responses(http_request: web.Request) -> web.StreamResponse:
     """Answer the next turn of a conversation that the client keeps."""
-    return await ResponsesEndpoint().serve(http_request)
+    return await serve(http_request, ResponsesDialect)
 
 
-class ResponsesEndpoint(AgentEndpoint):
-    """A chat request in the Responses API's form."""
+class ResponsesDialect:
+    """The ``Dialect`` of the Responses API."""
 
-    _request: ResponsesRequest
+    def __init__(self, body: bytes) -> None:
+        self._asked = decode_responses_request(body)
+        self.request, self.names = responses_to_chat(self._asked)
 
-    def decode(self, body: bytes) -> ChatRequest:
-        """See ``Endpoint``."""
-        self._request = decode_responses_request(body)
-        chat, self.names = responses_to_chat(self._request)
-        return chat
+    async def prompts(self, server: ServerState) -> list[Prompt]:
+        """The conversation."""
+        return [Prompt(tuple(await chat_tokens(server.model, server.text_threads, self.request)))]
 
-    async def prompts(self, server: ServerState, request: ChatRequest) -> list[Prompt]:
-        """See ``Endpoint``."""
-        return [Prompt(tuple(await chat_tokens(server.model, server.text_threads, request)))]
-
-    def chunks(self, server: ServerState, request: ChatRequest, answer: Answer) -> ResponseEvents:
-        """See ``Endpoint``."""
+    def chunks(self, server: ServerState, answer: Answer) -> ResponseEvents:
+        """Events of output items."""
         return ResponseEvents(self._response(server, answer))
 
-    def body(self, server: ServerState, answer: Answer, parts: list[Part]) -> dict[str, Any]:
-        """See ``AgentEndpoint``."""
-        return self._response(server, answer).finished(parts)
+    def whole(
+        self, server: ServerState, answer: Answer, deltas: list[list[Delta]]
+    ) -> dict[str, Any]:
+        """A ``response``."""
+        return self._response(server, answer).finished(whole_parts(deltas[0]))
 
     def _response(self, server: ServerState, answer: Answer) -> ResponseObject:
         return ResponseObject(
-            self._request,
+            self._asked,
             answer,
             model=server.model.name,
             names=TokenNames(server.model.tokenizer),

@@ -27,7 +27,7 @@ from mesh.errors import PdmeshError
 
 
 class ResponseEvents:
-    """Formats one stream, see ``gateway.sse.Chunks``."""
+    """Formats one stream: ``gateway.sse.Chunks``."""
 
     def __init__(self, response: ResponseObject) -> None:
         self._response = response
@@ -35,7 +35,7 @@ class ResponseEvents:
         self._number = 0
 
     def token(self, choice: Choice, delta: Delta, usage: dict[str, Any] | None) -> bytes:
-        """See ``Chunks``; a token that adds nothing visible has no event."""
+        """A token that adds nothing visible has no event."""
         data = bytearray()
         if not self._number:
             unfinished = self._response.unfinished()
@@ -47,16 +47,14 @@ class ResponseEvents:
         return bytes(data)
 
     def end(self, usage: dict[str, Any]) -> bytes:
-        """See ``Chunks``."""
         response = self._response.finished(self._parts.parts)
         return self._event(f"response.{response['status']}", response=response)
 
     def timing(self, timing: list[dict[str, Any]]) -> bytes:
-        """See ``Chunks``: this API's streams have no event for it."""
+        """This API's streams have no event for it."""
         return b""
 
     def error(self, error: PdmeshError) -> bytes:
-        """See ``Chunks``."""
         return self._event("response.failed", response=self._response.failed(error))
 
     def _change(self, change: Change, status: str) -> bytes:

@@ -64,11 +64,8 @@ def responses_to_chat(request: ResponsesRequest) -> tuple[ChatRequest, FieldName
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         service_tier=request.service_tier,
     )
-    try:
+    with names.renamed():
         check_together(chat)
-    except InvalidRequest as error:
-        names.rename(error)
-        raise
     return chat, names
 
 
