@@ -10,12 +10,12 @@ from aiohttp import web
 
 from gateway import operations
 from gateway.anthropic import endpoint as messages
+from gateway.anthropic import error as anthropic_error
 from gateway.errors import (
     BodyTimeout,
     BrokenBody,
     ErrorForm,
     PayloadTooLarge,
-    anthropic_error_body,
     error_body,
     error_response,
 )
@@ -110,7 +110,7 @@ async def _echo_request_id(request: web.Request, response: web.StreamResponse) -
 
 @web.middleware
 async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamResponse:
-    form = anthropic_error_body if _is_anthropic(request) else error_body
+    form = anthropic_error.error_body if _is_anthropic(request) else error_body
     try:
         return await handler(request)
     except PdmeshError as error:

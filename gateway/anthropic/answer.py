@@ -1,4 +1,4 @@
-"""What the Messages API answers with, typed for the OpenAPI document (as ``openai.answer``)."""
+"""What the Messages API answers with, typed for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ from typing import Any, Literal
 
 import msgspec
 
+from gateway.answer_schema import AnswerBody
+
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
 ]
 
 
-class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Nothing is sent that is not named here."""
-
-
-class TokenCount(_Answer):
+class TokenCount(AnswerBody):
     """Answer of POST /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
-class MessageText(_Answer, tag="text"):
+class MessageText(AnswerBody, tag="text"):
     """Text of the model."""
 
     text: str
 
 
-class MessageToolUse(_Answer, tag="tool_use"):
+class MessageToolUse(AnswerBody, tag="tool_use"):
     """A call of the model."""
 
     id: str
@@ -39,7 +37,7 @@ class MessageToolUse(_Answer, tag="tool_use"):
 MessageContent = MessageText | MessageToolUse
 
 
-class MessageUsage(_Answer):
+class MessageUsage(AnswerBody):
     """Token counts; cached tokens are not in ``input_tokens``."""
 
     input_tokens: int
@@ -49,7 +47,7 @@ class MessageUsage(_Answer):
     output_tokens: int
 
 
-class Message(_Answer):
+class Message(AnswerBody):
     """Answer of POST /v1/messages without ``stream``, and part of the first event."""
 
     id: str
@@ -62,67 +60,67 @@ class Message(_Answer):
     usage: MessageUsage
 
 
-class MessageStart(_Answer, tag="message_start"):
+class MessageStart(AnswerBody, tag="message_start"):
     """The first event."""
 
     message: Message
 
 
-class Ping(_Answer, tag="ping"):
+class Ping(AnswerBody, tag="ping"):
     """Nothing."""
 
 
-class ContentBlockStart(_Answer, tag="content_block_start"):
+class ContentBlockStart(AnswerBody, tag="content_block_start"):
     """A block begins."""
 
     index: int
     content_block: MessageContent
 
 
-class TextDelta(_Answer, tag="text_delta"):
+class TextDelta(AnswerBody, tag="text_delta"):
     """A piece of text."""
 
     text: str
 
 
-class InputJsonDelta(_Answer, tag="input_json_delta"):
+class InputJsonDelta(AnswerBody, tag="input_json_delta"):
     """A piece of a call's input."""
 
     partial_json: str
 
 
-class ContentBlockDelta(_Answer, tag="content_block_delta"):
+class ContentBlockDelta(AnswerBody, tag="content_block_delta"):
     """A block grows."""
 
     index: int
     delta: TextDelta | InputJsonDelta
 
 
-class ContentBlockStop(_Answer, tag="content_block_stop"):
+class ContentBlockStop(AnswerBody, tag="content_block_stop"):
     """A block is over."""
 
     index: int
 
 
-class MessageEnd(_Answer):
+class MessageEnd(AnswerBody):
     """Why the message ended."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
-class MessageDelta(_Answer, tag="message_delta"):
+class MessageDelta(AnswerBody, tag="message_delta"):
     """After the last block."""
 
     delta: MessageEnd
     usage: MessageUsage
 
 
-class MessageStop(_Answer, tag="message_stop"):
+class MessageStop(AnswerBody, tag="message_stop"):
     """The last event."""
 
 
-class MessageErrorDetails(_Answer):
+class MessageErrorDetails(AnswerBody):
     """What went wrong; the message names the field at fault."""
 
     type: Literal[
@@ -136,7 +134,7 @@ class MessageErrorDetails(_Answer):
     message: str
 
 
-class MessageError(_Answer, tag="error"):
+class MessageError(AnswerBody, tag="error"):
     """Every answer that is not a success, and the last event of a stream that failed."""
 
     error: MessageErrorDetails

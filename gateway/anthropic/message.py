@@ -13,10 +13,10 @@ from typing import Any
 
 import orjson
 
-from gateway.errors import anthropic_error_body
+from gateway.anthropic.error import error_body
 from gateway.generation.answer import Answer
 from gateway.generation.choice import Choice, Delta
-from gateway.generation.parts import AnswerParts, Change, Closed, Grown, Opened, Part, TextPart
+from gateway.generation.parts import AnswerParts, AnswerText, Change, Closed, Grown, Opened, Part
 from gateway.generation.usage import usage
 from mesh.errors import PdmeshError
 
@@ -111,11 +111,11 @@ class MessageEvents:
         return b""
 
     def error(self, error: PdmeshError) -> bytes:
-        return b"event: error\ndata: " + orjson.dumps(anthropic_error_body(error)) + b"\n\n"
+        return b"event: error\ndata: " + orjson.dumps(error_body(error)) + b"\n\n"
 
 
 def _change(change: Change) -> bytes:
-    is_text = isinstance(change.part, TextPart)
+    is_text = isinstance(change.part, AnswerText)
     match change:
         case Opened(index=index, part=part):
             return _event("content_block_start", index=index, content_block=_block(part))
@@ -132,13 +132,13 @@ def _change(change: Change) -> bytes:
 
 def _block(part: Part) -> dict[str, Any]:
     """An empty block."""
-    if isinstance(part, TextPart):
+    if isinstance(part, AnswerText):
         return {"type": "text", "text": ""}
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
 
 
 def _whole_block(part: Part) -> dict[str, Any]:
-    if isinstance(part, TextPart):
+    if isinstance(part, AnswerText):
         return {"type": "text", "text": part.text}
     return {**_block(part), "input": _input(part.arguments)}
 

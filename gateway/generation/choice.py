@@ -9,7 +9,7 @@ from gateway.generation.detokenizer import Detokenizer
 from gateway.generation.generation import Generation
 from gateway.generation.stop_strings import StopMatcher
 from gateway.observe.request_metrics import RequestMetrics
-from gateway.tools.parser import Parsed, ToolCallDelta, ToolCallParser
+from gateway.tools.parser import Parsed, ToolCallParser, ToolCallPiece
 from mesh.messages import FinishReason, TokenLogprobs
 
 EndReason = FinishReason | Literal["tool_calls"]
@@ -24,7 +24,7 @@ class Delta(NamedTuple):
     token_id: int
     finish_reason: EndReason | None
     logprobs: TokenLogprobs | None
-    calls: tuple[ToolCallDelta, ...] = ()
+    calls: tuple[ToolCallPiece, ...] = ()
     """What it adds to tool calls; they come after ``text``."""
 
 
@@ -126,7 +126,7 @@ class Choice:
                 text += self._matcher.finish()
         if self._prefix:
             text, self._prefix = self._prefix + text, ""
-        calls: tuple[ToolCallDelta, ...] = ()
+        calls: tuple[ToolCallPiece, ...] = ()
         end: EndReason | None = reason
         if self._tools is not None:
             (text, calls), end = self._parse(self._tools, text, reason)

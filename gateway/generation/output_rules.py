@@ -7,7 +7,7 @@ from typing import NamedTuple
 from gateway.prompts.served_model import ServedModel
 from gateway.request.schema import ChatRequest, GenerationFields
 from gateway.request.tool_fields import NamedToolChoice, Tool
-from gateway.structured.output_format import OutputFormat, output_format
+from gateway.structured.output_form import OutputForm, output_form
 from gateway.tools.format import ToolFormat
 from gateway.tools.grammar import ToolGrammar
 from gateway.tools.parser import ToolCallParser
@@ -45,7 +45,7 @@ def output_rules(request: GenerationFields, model: ServedModel) -> OutputRules:
     Raises:
         InvalidRequest: fields that contradict each other.
     """
-    wanted = output_format(request)
+    wanted = output_form(request)
     tools = request.callable_tools if isinstance(request, ChatRequest) else []
     rules = _rules(request, model, tools, wanted) if tools else _free(wanted)
     if rules.grammar and request.ignore_eos:
@@ -58,12 +58,12 @@ def output_rules(request: GenerationFields, model: ServedModel) -> OutputRules:
     return rules
 
 
-def _free(wanted: OutputFormat | None) -> OutputRules:
+def _free(wanted: OutputForm | None) -> OutputRules:
     return OutputRules() if wanted is None else OutputRules(wanted.grammar, wanted.param)
 
 
 def _rules(
-    request: GenerationFields, model: ServedModel, tools: list[Tool], wanted: OutputFormat | None
+    request: GenerationFields, model: ServedModel, tools: list[Tool], wanted: OutputForm | None
 ) -> OutputRules:
     assert isinstance(request, ChatRequest)
     tool_format, choice = model.tool_format, request.tool_choice

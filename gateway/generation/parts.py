@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.generation.choice import Delta
-from gateway.tools.parser import ToolCallDelta
+from gateway.tools.parser import ToolCallPiece
 from mesh.messages import TokenLogprobs
 
 
 @dataclass(slots=True)
-class TextPart:
+class AnswerText:
     """Text between calls; never empty when it is over."""
 
     text: str = ""
@@ -27,7 +27,7 @@ class TextPart:
 
 
 @dataclass(slots=True)
-class CallPart:
+class AnswerCall:
     """A tool call."""
 
     id: str
@@ -36,7 +36,7 @@ class CallPart:
     """JSON text; the beginning of one while the call is not whole."""
 
 
-Part = TextPart | CallPart
+Part = AnswerText | AnswerCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +94,25 @@ class AnswerParts:
             changes.append(Grown(len(self.parts) - 1, part, delta.text, logprobs))
         for call in calls:
             if call.id:
-                self._open(CallPart(call.id, call.name), changes)
+                self._open(AnswerCall(call.id, call.name), changes)
             self._add_arguments(call, changes)
         if delta.finish_reason is not None:
             self._close(changes)
         return changes
 
-    def _add_arguments(self, call: ToolCallDelta, changes: list[Change]) -> None:
+    def _add_arguments(self, call: ToolCallPiece, changes: list[Change]) -> None:
         self._logprobs.clear()  # they are the call's
         if call.arguments:
             part = self.parts[-1]
-            assert isinstance(part, CallPart), "arguments belong to the last call"
+            assert isinstance(part, AnswerCall), "arguments belong to the last call"
             part.arguments += call.arguments
             changes.append(Grown(len(self.parts) - 1, part, call.arguments, ()))
 
-    def _open_text(self, changes: list[Change]) -> TextPart:
+    def _open_text(self, changes: list[Change]) -> AnswerText:
         last = self.parts[-1] if self._is_open else None
-        if isinstance(last, TextPart):
+        if isinstance(last, AnswerText):
             return last
-        part = TextPart()
+        part = AnswerText()
         self._open(part, changes)
         return part
 

@@ -1,31 +1,24 @@
-"""The bodies that the gateway answers with, typed for the OpenAPI document.
-
-Answers are written from preformatted bytes (see ``gateway.sse``) and plain dicts, which is faster;
-the tests hold what is sent against these types, field by field.
-"""
+"""What chat and text completions answer with, typed for the OpenAPI document."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from gateway.answer_schema import AnswerBody, TokenLogprob
 from gateway.generation.choice import EndReason
 from mesh.messages import FinishReason
 
 
-class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Nothing is sent that is not named here."""
-
-
-class CachedTokens(_Answer):
+class CachedTokens(AnswerBody):
     """Details of ``prompt_tokens``."""
 
     cached_tokens: int
     """Found in a prefix cache."""
 
 
-class Usage(_Answer):
+class Usage(AnswerBody):
     """Token counts; a prompt counts once for all its samples."""
 
     prompt_tokens: int
@@ -34,28 +27,14 @@ class Usage(_Answer):
     prompt_tokens_details: CachedTokens
 
 
-class TopLogprob(_Answer):
-    """A token that could have been chosen."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    """The chosen token."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(_Answer):
+class ChatLogprobs(AnswerBody):
     """Log-probabilities of a chat choice."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
-class CompletionLogprobLists(_Answer):
+class CompletionLogprobLists(AnswerBody):
     """Log-probabilities of a completion choice: one item a token in each list."""
 
     tokens: list[str]
@@ -64,31 +43,31 @@ class CompletionLogprobLists(_Answer):
     text_offset: list[int]
 
 
-class CalledFunction(_Answer):
+class AssistantFunction(AnswerBody):
     """A function and its arguments, JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Answer):
+class AssistantCall(AnswerBody):
     """A call that the model made."""
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: AssistantFunction
 
 
-class AssistantMessage(_Answer):
+class AssistantMessage(AnswerBody):
     """The model's turn."""
 
     role: Literal["assistant"]
     content: str | None
     """None: nothing but calls."""
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[AssistantCall] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatChoice(_Answer):
+class ChatChoice(AnswerBody):
     """One answer."""
 
     index: int
@@ -98,7 +77,7 @@ class ChatChoice(_Answer):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class TimingParts(_Answer):
+class TimingParts(AnswerBody):
     """Seconds of each part, one after the other; their sum is ``total_s``."""
 
     receive_s: float
@@ -127,7 +106,7 @@ class TimingParts(_Answer):
     """After the last token."""
 
 
-class Timing(_Answer):
+class Timing(AnswerBody):
     """Where the time of one choice went; with the header ``X-Pdmesh-Timing: 1``."""
 
     index: int
@@ -147,7 +126,7 @@ class Timing(_Answer):
     prefill_worker: str | None
 
 
-class ChatAnswer(_Answer):
+class ChatAnswer(AnswerBody):
     """Answer of POST /v1/chat/completions without ``stream``."""
 
     id: str
@@ -160,14 +139,14 @@ class ChatAnswer(_Answer):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class FunctionDelta(_Answer):
+class FunctionDelta(AnswerBody):
     """What is new of a call's function: the name once, then pieces of the arguments."""
 
     arguments: str
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class ToolCallDelta(_Answer):
+class ToolCallDelta(AnswerBody):
     """What a token adds to a call; the first one has id, type and name."""
 
     index: int
@@ -176,7 +155,7 @@ class ToolCallDelta(_Answer):
     type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatDelta(_Answer):
+class ChatDelta(AnswerBody):
     """What a token adds to the message; the first one has the role."""
 
     content: str | None
@@ -184,7 +163,7 @@ class ChatDelta(_Answer):
     tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatChunkChoice(_Answer):
+class ChatChunkChoice(AnswerBody):
     """One token of one answer."""
 
     index: int
@@ -194,7 +173,7 @@ class ChatChunkChoice(_Answer):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatChunk(_Answer):
+class ChatChunk(AnswerBody):
     """One event of a streamed chat answer."""
 
     id: str
@@ -207,7 +186,7 @@ class ChatChunk(_Answer):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class CompletionChoice(_Answer):
+class CompletionChoice(AnswerBody):
     """One answer."""
 
     index: int
@@ -218,7 +197,7 @@ class CompletionChoice(_Answer):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class CompletionAnswer(_Answer):
+class CompletionAnswer(AnswerBody):
     """Answer of POST /v1/completions without ``stream``."""
 
     id: str
@@ -236,7 +215,7 @@ class CompletionChunkChoice(CompletionChoice):
     finish_reason: FinishReason | None  # type: ignore[assignment]
 
 
-class CompletionChunk(_Answer):
+class CompletionChunk(AnswerBody):
     """One event of a streamed completion."""
 
     id: str
@@ -246,70 +225,3 @@ class CompletionChunk(_Answer):
     choices: list[CompletionChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     pdmesh_timing: list[Timing] | msgspec.UnsetType = msgspec.UNSET
-
-
-class Model(_Answer):
-    """A served model."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(_Answer):
-    """Answer of GET /v1/models."""
-
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Status(_Answer):
-    """Answer of /health and /ready."""
-
-    status: Literal["ok", "ready"]
-
-
-class Census(_Answer):
-    """Answer of GET /debug/census: what each worker says of itself."""
-
-    workers: list[dict[str, Any]]
-
-
-class Dashboard(_Answer):
-    """Answer of GET /debug/dashboard: what the gateway remembers of its last minutes."""
-
-    model: str
-    ready: bool
-    draining: bool
-    open_requests: int
-    workers: list[dict[str, Any]]
-    uptime_s: float
-    slot_s: float
-    """Length of a slot of the series."""
-    summary: dict[str, Any]
-    """Percentiles over the last minute, rates over the last slot."""
-    series: dict[str, list[float | None]]
-    """One value a slot, oldest first."""
-    flow_window_s: float
-    flows: list[dict[str, Any]]
-    """KV that moved, by pair of workers."""
-    requests: list[dict[str, Any]]
-    """The latest ones that ended, newest first."""
-
-
-class ErrorDetails(_Answer):
-    """What went wrong."""
-
-    message: str
-    type: Literal["invalid_request_error", "not_found_error", "rate_limit_error", "server_error"]
-    param: str | None
-    """The request's field at fault, such as ``messages[0].role``."""
-    code: str
-
-
-class Error(_Answer):
-    """Every answer that is not a success, and the last event of a stream that failed."""
-
-    error: ErrorDetails

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from gateway.generation.choice import Delta
-from gateway.tools.parser import ToolCallDelta
+from gateway.tools.parser import ToolCallPiece
 
 
-def streamed_call(call: ToolCallDelta) -> dict[str, Any]:
+def streamed_call(call: ToolCallPiece) -> dict[str, Any]:
     """One item of a chunk's ``delta.tool_calls``."""
     if not call.id:
         return {"index": call.index, "function": {"arguments": call.arguments}}

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gateway import answer_schema
 from gateway.anthropic import answer as messages_answer
 from gateway.anthropic.schema import CountTokensRequest, MessagesRequest
-from gateway.openai import answer as answers
+from gateway.openai import answer as openai_answer
 from gateway.openai.tokenize_schema import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -44,7 +45,7 @@ class Operation(NamedTuple):
     chunks: tuple[type, ...] = ()
     """Events of the answer's streamed form."""
     errors: tuple[int, ...] = ()
-    error: type = answers.Error
+    error: type = answer_schema.Error
     ends_with: str = "[DONE]"
     """The data of a stream's last event, where that is no JSON."""
 
@@ -53,13 +54,13 @@ _BODY_ERRORS = (400, 404, 408, 413, 429, 500, 503)
 OPERATIONS = (
     Operation(
         "post", "/v1/chat/completions", "Answer the next turn of a conversation",
-        answers.ChatAnswer, (ChatRequest,), (answers.ChatChunk, answers.Error),
+        openai_answer.ChatAnswer, (ChatRequest,), (openai_answer.ChatChunk, answer_schema.Error),
         (*_BODY_ERRORS, 504),
     ),
     Operation(
         "post", "/v1/completions", "Continue one or more prompts",
-        answers.CompletionAnswer, (CompletionRequest,),
-        (answers.CompletionChunk, answers.Error), (*_BODY_ERRORS, 504),
+        openai_answer.CompletionAnswer, (CompletionRequest,),
+        (openai_answer.CompletionChunk, answer_schema.Error), (*_BODY_ERRORS, 504),
     ),
     Operation(
         "post", "/v1/responses", "Answer the next turn of a conversation that the client keeps",
@@ -76,8 +77,8 @@ OPERATIONS = (
         messages_answer.TokenCount, (CountTokensRequest,), errors=_BODY_ERRORS,
         error=messages_answer.MessageError,
     ),
-    Operation("get", "/v1/models", "List the served models", answers.ModelList),
-    Operation("get", "/v1/models/{id}", "Describe a model", answers.Model, errors=(404,)),
+    Operation("get", "/v1/models", "List the served models", answer_schema.ModelList),
+    Operation("get", "/v1/models/{id}", "Describe a model", answer_schema.Model, errors=(404,)),
     Operation(
         "post", "/tokenize", "Token ids of a text or a conversation",
         TokenizeAnswer, (TokenizePromptRequest, TokenizeChatRequest), errors=_BODY_ERRORS,
@@ -86,13 +87,14 @@ OPERATIONS = (
         "post", "/detokenize", "Text of token ids",
         DetokenizeAnswer, (DetokenizeRequest,), errors=_BODY_ERRORS,
     ),
-    Operation("get", "/health", "Whether the process is alive", answers.Status),
+    Operation("get", "/health", "Whether the process is alive", answer_schema.Status),
     Operation(
-        "get", "/ready", "Whether a request could be served now", answers.Status, errors=(503,)
+        "get", "/ready", "Whether a request could be served now",
+        answer_schema.Status, errors=(503,),
     ),
     Operation("get", "/metrics", "Metrics for Prometheus", None),
-    Operation("get", "/debug/census", "Live figures of every worker", answers.Census),
-    Operation("get", "/debug/dashboard", "What the dashboard shows", answers.Dashboard),
+    Operation("get", "/debug/census", "Live figures of every worker", answer_schema.Census),
+    Operation("get", "/debug/dashboard", "What the dashboard shows", answer_schema.Dashboard),
 )  # fmt: skip
 
 _REASONS = {
@@ -114,7 +116,7 @@ def build_document(model: str) -> dict[str, Any]:
     Args:
         model: Name of the served model: the only one that a request may name.
     """
-    types: list[Any] = [answers.Error]
+    types: list[Any] = [answer_schema.Error]
     for operation in OPERATIONS:
         types += [] if operation.answer is None else [operation.answer]
         types += (*operation.chunks, *operation.bodies, operation.error)

@@ -1,4 +1,4 @@
-"""What POST /v1/responses answers with, typed for the OpenAPI document (as ``openai.answer``)."""
+"""What POST /v1/responses answers with, typed for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.openai.answer import TokenLogprob
+from gateway.answer_schema import AnswerBody, TokenLogprob
 from gateway.responses.schema import ItemStatus
 
 
-class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Nothing is sent that is not named here."""
-
-
-class OutputText(_Answer):
+class OutputText(AnswerBody):
     """The content of a message."""
 
     type: Literal["output_text"]
@@ -24,7 +20,7 @@ class OutputText(_Answer):
     logprobs: list[TokenLogprob]
 
 
-class OutputMessage(_Answer, tag="message"):
+class OutputMessage(AnswerBody, tag="message"):
     """Text of the model."""
 
     id: str
@@ -33,7 +29,7 @@ class OutputMessage(_Answer, tag="message"):
     content: list[OutputText]
 
 
-class OutputCall(_Answer, tag="function_call"):
+class OutputCall(AnswerBody, tag="function_call"):
     """A call of the model."""
 
     id: str
@@ -47,7 +43,7 @@ class OutputCall(_Answer, tag="function_call"):
 OutputItem = OutputMessage | OutputCall
 
 
-class InputTokensDetails(_Answer):
+class InputTokensDetails(AnswerBody):
     """Details of ``input_tokens``."""
 
     cached_tokens: int
@@ -56,14 +52,14 @@ class InputTokensDetails(_Answer):
     """Always 0: every prefix is cached, and none on request."""
 
 
-class OutputTokensDetails(_Answer):
+class OutputTokensDetails(AnswerBody):
     """Details of ``output_tokens``."""
 
     reasoning_tokens: int
     """Always 0."""
 
 
-class ResponseUsage(_Answer):
+class ResponseUsage(AnswerBody):
     """Token counts."""
 
     input_tokens: int
@@ -73,20 +69,20 @@ class ResponseUsage(_Answer):
     total_tokens: int
 
 
-class ResponseError(_Answer):
+class ResponseError(AnswerBody):
     """Why a response failed."""
 
     code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
     message: str
 
 
-class IncompleteDetails(_Answer):
+class IncompleteDetails(AnswerBody):
     """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
-class Response(_Answer):
+class Response(AnswerBody):
     """Answer of POST /v1/responses without ``stream``, and part of events."""
 
     id: str
@@ -121,7 +117,7 @@ class Response(_Answer):
     user: str | None
 
 
-class _Event(_Answer):
+class _Event(AnswerBody):
     sequence_number: int
 
 

@@ -21,7 +21,15 @@ from typing import Any
 import orjson
 
 from gateway.generation.choice import Choice, Delta
-from gateway.generation.parts import AnswerParts, CallPart, Change, Closed, Grown, Opened, TextPart
+from gateway.generation.parts import (
+    AnswerCall,
+    AnswerParts,
+    AnswerText,
+    Change,
+    Closed,
+    Grown,
+    Opened,
+)
 from gateway.responses.response import ResponseObject
 from mesh.errors import PdmeshError
 
@@ -60,7 +68,7 @@ class ResponseEvents:
     def _change(self, change: Change, status: str) -> bytes:
         """Args: status: That of a part that is over."""
         part, index = change.part, change.index
-        if isinstance(part, CallPart):
+        if isinstance(part, AnswerCall):
             return self._call_change(change, part, status)
         place = {
             "item_id": self._response.item_id(index, part),
@@ -69,7 +77,7 @@ class ResponseEvents:
         }
         match change:
             case Opened():
-                content = self._response.content(TextPart())
+                content = self._response.content(AnswerText())
                 return self._added(index, part) + self._event(
                     "response.content_part.added", **place, part=content
                 )
@@ -87,7 +95,7 @@ class ResponseEvents:
                     + self._done(index, part, status)
                 )
 
-    def _call_change(self, change: Change, part: CallPart, status: str) -> bytes:
+    def _call_change(self, change: Change, part: AnswerCall, status: str) -> bytes:
         index = change.index
         place = {"item_id": self._response.item_id(index, part), "output_index": index}
         match change:
@@ -101,11 +109,11 @@ class ResponseEvents:
                     "response.function_call_arguments.done", **place, **whole
                 ) + self._done(index, part, status)
 
-    def _added(self, index: int, part: TextPart | CallPart) -> bytes:
+    def _added(self, index: int, part: AnswerText | AnswerCall) -> bytes:
         item = self._response.item(index, part, "in_progress")
         return self._event("response.output_item.added", output_index=index, item=item)
 
-    def _done(self, index: int, part: TextPart | CallPart, status: str) -> bytes:
+    def _done(self, index: int, part: AnswerText | AnswerCall, status: str) -> bytes:
         item = self._response.item(index, part, status)
         return self._event("response.output_item.done", output_index=index, item=item)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.generation.answer import Answer
 from gateway.generation.logprobs import TokenNames, chat_logprobs
-from gateway.generation.parts import Part, TextPart
+from gateway.generation.parts import AnswerText, Part
 from gateway.generation.usage import usage
 from gateway.responses.schema import ResponsesRequest
 from mesh.errors import PdmeshError
@@ -81,7 +81,7 @@ class ResponseObject:
     def item(self, index: int, part: Part, status: str) -> dict[str, Any]:
         """An item of ``output``; one in progress is empty, whatever came with its first token."""
         begins = status == "in_progress"
-        if isinstance(part, TextPart):
+        if isinstance(part, AnswerText):
             return {
                 "id": self.item_id(index, part),
                 "type": "message",
@@ -100,10 +100,10 @@ class ResponseObject:
 
     def item_id(self, index: int, part: Part) -> str:
         """Unique, and the same at every event."""
-        kind = "msg" if isinstance(part, TextPart) else "fc"
+        kind = "msg" if isinstance(part, AnswerText) else "fc"
         return f"{kind}_{self._answer.id}_{index}"
 
-    def content(self, part: TextPart) -> dict[str, Any]:
+    def content(self, part: AnswerText) -> dict[str, Any]:
         """The only part of a message's content."""
         logprobs = self.logprobs(part.logprobs)
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.request.tool_fields import FunctionDefinition
-from gateway.structured.output_format import json_rule, literal
+from gateway.structured.output_form import json_rule, literal
 from gateway.tools.format import ToolFormat
 
 _MAX_CALLS = 32

@@ -27,7 +27,7 @@ _SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallPiece:
     """What a piece of text adds to a call; ``id`` and ``name`` come once, with the first."""
 
     index: int
@@ -40,7 +40,7 @@ class Parsed(NamedTuple):
     """What a piece of text turned into: content, and then calls."""
 
     content: str
-    calls: tuple[ToolCallDelta, ...]
+    calls: tuple[ToolCallPiece, ...]
 
 
 class ToolCallParser:
@@ -81,7 +81,7 @@ class ToolCallParser:
         self._in_list = False
         self._is_over = False
         self._content: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+        self._calls: list[ToolCallPiece] = []
         self._state = self._start if tool_format.is_whole_answer else self._text
 
     def push(self, text: str) -> Parsed:
@@ -172,7 +172,7 @@ class ToolCallParser:
             return self._go(self._no_call)
         self._buffer = self._buffer[end:]
         self._begin(call[0])
-        self._calls.append(ToolCallDelta(self.num_calls - 1, call[1]))
+        self._calls.append(ToolCallPiece(self.num_calls - 1, call[1]))
         return self._end()
 
     def _guaranteed_head(self) -> bool:
@@ -190,7 +190,7 @@ class ToolCallParser:
         self._buffer = self._buffer[len(piece) :]
         self._object.rebase()
         if piece:
-            self._calls.append(ToolCallDelta(self.num_calls - 1, piece))
+            self._calls.append(ToolCallPiece(self.num_calls - 1, piece))
         return end is not None and self._go(self._last_brace)
 
     def _last_brace(self) -> bool:
@@ -237,7 +237,7 @@ class ToolCallParser:
         form = self._format
         random = "".join(secrets.choice(_ID_CHARS) for _ in range(form.id_chars))
         call_id = random if form.id_chars == 9 else f"call_{random}"
-        self._calls.append(ToolCallDelta(self.num_calls, "", call_id, name))
+        self._calls.append(ToolCallPiece(self.num_calls, "", call_id, name))
         self.num_calls += 1
 
     def _end(self) -> bool:

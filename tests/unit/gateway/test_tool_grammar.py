@@ -10,7 +10,7 @@ import pytest
 
 from gateway.prompts.served_model import ServedModel
 from gateway.request.tool_fields import FunctionDefinition
-from gateway.structured.output_format import json_rule
+from gateway.structured.output_form import json_rule
 from gateway.tools.format import FORMATS, ToolFormat, ToolFormatName
 from gateway.tools.grammar import ToolGrammar
 from gateway.tools.parser import ToolCallParser

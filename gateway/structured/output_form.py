@@ -18,7 +18,7 @@ _JSON_WHITESPACE = "( |\\n {0,16})?"
 write any white space write nothing else."""
 
 
-class OutputFormat(NamedTuple):
+class OutputForm(NamedTuple):
     """One form that the whole output takes."""
 
     param: str
@@ -29,7 +29,7 @@ class OutputFormat(NamedTuple):
     """For JSON: the right side of a rule, to be used in a larger grammar."""
 
 
-def output_format(request: GenerationFields) -> OutputFormat | None:
+def output_form(request: GenerationFields) -> OutputForm | None:
     """The one form that the request's fields ask for; None is free text.
 
     Raises:
@@ -60,7 +60,7 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(param: str, schema: Mapping[str, Any] | str) -> OutputFormat:
+def _json(param: str, schema: Mapping[str, Any] | str) -> OutputForm:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -70,26 +70,26 @@ def _json(param: str, schema: Mapping[str, Any] | str) -> OutputFormat:
             raise InvalidRequest(f"{param}: the schema is not an object", param=param)
     check_depth(schema, param)
     rule = json_rule(schema)
-    return OutputFormat(param, f"start: {rule}", rule)
+    return OutputForm(param, f"start: {rule}", rule)
 
 
-def _regex(param: str, regex: str) -> OutputFormat:
-    return OutputFormat(param, llguidance.LLMatcher.grammar_from_regex(regex))
+def _regex(param: str, regex: str) -> OutputForm:
+    return OutputForm(param, llguidance.LLMatcher.grammar_from_regex(regex))
 
 
-def _choice(param: str, choices: list[str]) -> OutputFormat:
-    return OutputFormat(param, "start: " + " | ".join(literal(choice) for choice in choices))
+def _choice(param: str, choices: list[str]) -> OutputForm:
+    return OutputForm(param, "start: " + " | ".join(literal(choice) for choice in choices))
 
 
-def _grammar(param: str, grammar: str) -> OutputFormat:
+def _grammar(param: str, grammar: str) -> OutputForm:
     try:
-        return OutputFormat(param, any_to_lark(grammar))
+        return OutputForm(param, any_to_lark(grammar))
     except Exception as error:  # the converter has its own kinds
         reason = str(error).split("\n", 1)[0][:200]
         raise InvalidRequest(f"{param}: {reason}", param=param) from error
 
 
-def _response_format(request: GenerationFields) -> list[OutputFormat]:
+def _response_format(request: GenerationFields) -> list[OutputForm]:
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return []
@@ -101,7 +101,7 @@ def _response_format(request: GenerationFields) -> list[OutputFormat]:
     return [_json("response_format.json_schema.schema", wanted.json_schema.schema)]
 
 
-def _structured_outputs(request: GenerationFields) -> list[OutputFormat]:
+def _structured_outputs(request: GenerationFields) -> list[OutputForm]:
     fields = request.structured_outputs
     if fields is None:
         return []
@@ -122,7 +122,7 @@ def _structured_outputs(request: GenerationFields) -> list[OutputFormat]:
     return wanted
 
 
-def _guided(request: GenerationFields) -> list[OutputFormat]:
+def _guided(request: GenerationFields) -> list[OutputForm]:
     wanted = []
     if request.guided_json is not None:
         wanted.append(_json("guided_json", request.guided_json))
