@@ -57,7 +57,7 @@ async def ready(request: web.Request) -> web.Response:
     server = request.app[SERVER_STATE]
     if server.is_draining:
         raise Unavailable("the gateway is shutting down")
-    if not server.is_ready:
+    if not server.can_serve():
         raise Unavailable("no matching pair of a prefill and a decode worker is up")
     return _json({"status": "ready"})
 
@@ -110,7 +110,7 @@ async def _census(cluster: Cluster, worker: Worker) -> dict[str, Any]:
         "max_model_len": info.max_model_len,
         "block_size": info.block_size,
         "max_num_seqs": info.max_num_seqs,
-        "attempts_here": len(worker.legs),
+        "attempts_here": len(worker.attempts),
     }
     if reply is not None:
         entry |= msgspec.to_builtins(reply.load)

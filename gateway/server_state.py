@@ -86,10 +86,9 @@ class ServerState:
         """Longest sequence that can be served now."""
         return self.cluster.max_model_len or self.model.max_model_len
 
-    @property
-    def is_ready(self) -> bool:
+    def can_serve(self) -> bool:
         """Whether a request could be served now."""
-        return not self.is_draining and self.cluster.is_ready
+        return not self.is_draining and self.cluster.can_serve()
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; a request may leave the name out.
@@ -112,7 +111,7 @@ class ServerState:
             raise Unavailable("the gateway is shutting down")
         if self.num_open_requests >= MAX_OPEN_REQUESTS:
             raise Overloaded(f"{MAX_OPEN_REQUESTS} requests are open already")
-        if needs_workers and not self.cluster.is_ready:
+        if needs_workers and not self.cluster.can_serve():
             raise Unavailable("no matching pair of a prefill and a decode worker is up")
         self.num_open_requests += 1
         self._idle.clear()

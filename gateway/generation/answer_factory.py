@@ -18,7 +18,8 @@ import msgspec
 
 from gateway.generation.answer import Answer
 from gateway.generation.choice import Choice
-from gateway.generation.generation import Generation, GenerationRequest
+from gateway.generation.generation import Generation
+from gateway.generation.generation_request import GenerationRequest
 from gateway.generation.output_rules import OutputRules
 from gateway.generation.sampling import bad_word_ids, build_sampling, seed_of_sample
 from gateway.observe.request_metrics import RequestMetrics

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import enum
 import uuid
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.errors import error_from_code
+from gateway.generation.generation_request import GenerationRequest
 from gateway.routing.cluster import Cluster, Worker
 from mesh.errors import (
     IncompatiblePeer,
@@ -33,8 +34,6 @@ from mesh.messages import (
     DecodeRequest,
     PrefillRequest,
     RequestFailed,
-    SamplingParams,
-    SloClass,
     TokenOutput,
 )
 
@@ -107,54 +106,35 @@ class Attempt:
 
     def start(
         self,
+        request: GenerationRequest,
         *,
-        request_id: str,
         token_ids: tuple[int, ...],
-        num_prompt_tokens: int,
-        sampling: SamplingParams,
         ttl_s: float,
-        priority: int,
-        cache_salt: str,
-        slo_class: SloClass,
         after: str = "",
         traceparent: str = "",
     ) -> None:
         """Send both legs at once (fields as in the messages)."""
         self._move(_State.RUNNING)
-        self._request_id = request_id
+        self._request_id = request.request_id
         for worker in self._workers:
             self._cluster.attach(worker, self.transfer_id, self, len(token_ids))
-        decode = DecodeRequest(
-            request_id=request_id,
-            transfer_id=self.transfer_id,
-            token_ids=token_ids,
-            num_prompt_tokens=num_prompt_tokens,
-            sampling=sampling,
-            ttl_s=ttl_s,
-            prefill=None if self._prefill is None else self._prefill.ref,
-            priority=priority,
-            cache_salt=cache_salt,
-            slo_class=slo_class,
-            after=after,
-            traceparent=traceparent,
-        )
-        legs: list[tuple[Worker, DecodeRequest | PrefillRequest]] = []
-        if self._prefill is not None:
-            prefill = PrefillRequest(
-                request_id=request_id,
-                transfer_id=self.transfer_id,
-                token_ids=token_ids,
-                num_prompt_tokens=num_prompt_tokens,
-                sampling=sampling,
-                ttl_s=ttl_s,
-                decode=self._decode.ref,
-                priority=priority,
-                cache_salt=cache_salt,
-                slo_class=slo_class,
-                traceparent=traceparent,
-            )
-            legs.append((self._prefill, prefill))  # first: the client waits for its token
-        legs.append((self._decode, decode))
+        shared: dict[str, Any] = {
+            "request_id": request.request_id,
+            "transfer_id": self.transfer_id,
+            "token_ids": token_ids,
+            "num_prompt_tokens": len(request.prompt_ids),
+            "sampling": request.sampling,
+            "ttl_s": ttl_s,
+            "priority": request.priority,
+            "cache_salt": request.cache_salt,
+            "slo_class": request.slo_class,
+            "traceparent": traceparent,
+        }
+        source = None if self._prefill is None else self._prefill.ref
+        decode = DecodeRequest(prefill=source, after=after, **shared)
+        legs: list[tuple[Worker, DecodeRequest | PrefillRequest]] = [(self._decode, decode)]
+        if self._prefill is not None:  # first: the client waits for its token
+            legs.insert(0, (self._prefill, PrefillRequest(decode=self._decode.ref, **shared)))
         try:
             for worker, message in legs:
                 if not worker.send(message):

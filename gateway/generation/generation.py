@@ -14,10 +14,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from gateway.errors import SlowReader
 from gateway.generation.attempt import Attempt
+from gateway.generation.generation_request import GenerationRequest
 from gateway.observe.request_metrics import RequestMetrics
 from gateway.observe.request_trace import RequestTrace
 from gateway.routing.cluster import Cluster, Worker
@@ -25,7 +24,7 @@ from gateway.routing.router import Need
 from mesh import metrics
 from mesh.errors import DeadlineExceeded, Overloaded, PdmeshError, Unavailable
 from mesh.log_format import about
-from mesh.messages import SamplingParams, SloClass, TokenOutput
+from mesh.messages import TokenOutput
 
 MAX_ATTEMPTS = 4
 MAX_PENDING_TOKENS = 2048
@@ -41,20 +40,6 @@ _logger = logging.getLogger(__name__)
 _RETRIES = metrics.counter(
     "pdmesh:gateway_retries", "Attempts that failed and were followed by another.", ["code"]
 )
-
-
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one sequence asks of the cluster."""
-
-    request_id: str
-    """Unique in the cluster: one per sequence, not per HTTP request."""
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    deadline_s: float
-    """In the event loop's time."""
-    priority: int = 0
-    cache_salt: str = ""
-    slo_class: SloClass = "interactive"
 
 
 class Generation:
@@ -87,6 +72,8 @@ class Generation:
         self.error: PdmeshError | None = None
         """Set when the sequence ended without a last token."""
         self.num_cached_tokens = 0
+        self.attempt: Attempt | None = None
+        """The one that runs, or ran last without failing."""
         self._cluster = cluster
         self._metrics = request_metrics
         self._on_ready = on_ready
@@ -97,7 +84,6 @@ class Generation:
         self._pending: list[TokenOutput] = []
         self._num_pending_tokens = 0
         self._output_ids: list[int] = []
-        self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._avoid: set[str] = set()
         self._ended = False
@@ -124,8 +110,8 @@ class Generation:
         for timer in (self._retry_timer, self._deadline_timer):
             if timer is not None:
                 timer.cancel()
-        if self._attempt is not None:
-            self._attempt.abort()
+        if self.attempt is not None:
+            self.attempt.abort()
         if self._trace is not None:
             self._trace.on_attempt_ended(
                 self.request.request_id, "" if self.error is None else self.error.code
@@ -165,7 +151,7 @@ class Generation:
         """The attempt is over without a last token."""
         if self._ended:
             return
-        self._attempt = None
+        self.attempt = None
         self._metrics.on_attempt_failed()
         if self._trace is not None:
             self._trace.on_attempt_ended(self.request.request_id, error.code)
@@ -204,7 +190,7 @@ class Generation:
         request = self.request
         token_ids = (*request.prompt_ids, *self._output_ids)
         total = len(request.prompt_ids) + request.sampling.max_tokens
-        first = self._sibling._attempt if self._sibling and not self._num_attempts else None
+        first = self._sibling.attempt if self._sibling and not self._num_attempts else None
         prefill: Worker | None = None
         if first is not None:
             decode = first.decode_worker
@@ -214,7 +200,7 @@ class Generation:
         attempt = Attempt(
             self._cluster, self, prefill=prefill, decode=decode, base=len(self._output_ids)
         )
-        self._attempt = attempt
+        self.attempt = attempt
         self._metrics.on_attempt(attempt.worker_ids, request.sampling)
         traceparent = ""
         if self._trace is not None:
@@ -225,14 +211,9 @@ class Generation:
             ids = about(request.request_id, transfer_id=attempt.transfer_id)
             _logger.debug("attempt workers=%s", ",".join(attempt.worker_ids), extra=ids)
         attempt.start(
-            request_id=request.request_id,
+            request,
             token_ids=token_ids,
-            num_prompt_tokens=len(request.prompt_ids),
-            sampling=request.sampling,
             ttl_s=max(0.001, request.deadline_s - self._loop.time()),
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            slo_class=request.slo_class,
             after="" if first is None else first.transfer_id,
             traceparent=traceparent,
         )

@@ -42,7 +42,7 @@ def figures(server: ServerState) -> dict[str, Any]:
     workers = sorted(server.cluster.workers, key=_order)
     return {
         "model": server.model.name,
-        "ready": server.is_ready,
+        "ready": server.can_serve(),
         "draining": server.is_draining,
         "open_requests": server.num_open_requests,
         "workers": [_worker(worker, now_s) for worker in workers],
@@ -102,7 +102,7 @@ def _worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "role": worker.info.role,
         "state": state,
         "max_num_seqs": worker.info.max_num_seqs,
-        "attempts_here": len(worker.legs),
+        "attempts_here": len(worker.attempts),
         "load_age_s": None if load is None else now_s - worker.load_at_s,
     }
     return entry if load is None else entry | msgspec.to_builtins(load)

@@ -65,7 +65,7 @@ class WorkerSource(Protocol):
         ...
 
 
-class Leg(Protocol):
+class WorkerListener(Protocol):
     """What listens to the workers for one attempt of a request."""
 
     def on_output(self, worker_id: str, output: TokenOutput) -> None:
@@ -98,8 +98,8 @@ class Worker:
     registered: bool = True
     load: LoadSnapshot | None = None
     load_at_s: float = 0.0
-    legs: dict[str, Leg] = field(default_factory=dict)
-    """Attempts that use this worker, by transfer id."""
+    attempts: dict[str, WorkerListener] = field(default_factory=dict)
+    """Those that use this worker, by transfer id."""
     sent: dict[str, _Sent] = field(default_factory=dict)
 
     @property
@@ -168,9 +168,8 @@ class Cluster:
         await asyncio.gather(*map(cancel_and_wait, (*tasks, *self._closing)))
         self._workers.clear()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether a request could be served now."""
+    def can_serve(self) -> bool:
+        """Whether a request could be served now, by the newest snapshots."""
         return router.has_pair(self._candidates(), self._incompatible)
 
     @property
@@ -235,15 +234,17 @@ class Cluster:
         _logger.error("prefill=%s decode=%s can't be paired: %s", *pair, reason)
         self._incompatible.add(pair)
 
-    def attach(self, worker: Worker, transfer_id: str, leg: Leg, num_tokens: int) -> None:
-        """Deliver to ``leg`` what ``worker`` says about this transfer, and count its load."""
-        worker.legs[transfer_id] = leg
+    def attach(
+        self, worker: Worker, transfer_id: str, listener: WorkerListener, num_tokens: int
+    ) -> None:
+        """Deliver to ``listener`` what ``worker`` says about this transfer, and count its load."""
+        worker.attempts[transfer_id] = listener
         blocks = -(-num_tokens // max(1, worker.info.block_size))
         worker.sent[transfer_id] = _Sent(time.monotonic(), num_tokens, blocks)
 
     def detach(self, worker: Worker, transfer_id: str) -> None:
         """Stop delivering; what the worker still says about this transfer is dropped."""
-        worker.legs.pop(transfer_id, None)
+        worker.attempts.pop(transfer_id, None)
         worker.sent.pop(transfer_id, None)
         self._drop_if_unused(worker)
 
@@ -282,7 +283,7 @@ class Cluster:
 
     def _drop_if_unused(self, worker: Worker) -> None:
         """A worker that left the registry finishes what it has, as long as its link is up."""
-        if worker.registered or worker.legs:
+        if worker.registered or worker.attempts:
             return
         key = (worker.info.worker_id, worker.info.epoch)
         if self._workers.get(key) is not worker:
@@ -324,21 +325,21 @@ class Cluster:
 
     def _receiver(self, worker: Worker) -> Callable[[AnyMessage], None]:
         worker_id = worker.info.worker_id
-        legs = worker.legs
+        attempts = worker.attempts
 
         def on_message(message: AnyMessage) -> None:
             match message:
                 case StepOutput():
                     for output in message.outputs:
-                        leg = legs.get(output.transfer_id)
-                        if leg is not None:
-                            leg.on_output(worker_id, output)
+                        attempt = attempts.get(output.transfer_id)
+                        if attempt is not None:
+                            attempt.on_output(worker_id, output)
                         else:
                             _LATE.inc()
                 case RequestFailed():
-                    leg = legs.get(message.transfer_id)
-                    if leg is not None:
-                        leg.on_failed(worker_id, message)
+                    attempt = attempts.get(message.transfer_id)
+                    if attempt is not None:
+                        attempt.on_failed(worker_id, message)
                     else:
                         _LATE.inc()
                 case StatusReply():
@@ -353,12 +354,15 @@ class Cluster:
     def _loser(self, worker: Worker, down: asyncio.Event) -> Callable[[PdmeshError], None]:
         def on_down(error: PdmeshError) -> None:
             down.set()
-            if worker.legs:
+            if worker.attempts:
                 _logger.warning(
-                    "lost worker=%s attempts=%d %s", worker.info.worker_id, len(worker.legs), error
+                    "lost worker=%s attempts=%d %s",
+                    worker.info.worker_id,
+                    len(worker.attempts),
+                    error,
                 )
             lost = error if isinstance(error, WorkerLost) else WorkerLost(str(error))
-            for leg in list(worker.legs.values()):
-                leg.on_lost(worker.info.worker_id, lost)
+            for attempt in list(worker.attempts.values()):
+                attempt.on_lost(worker.info.worker_id, lost)
 
         return on_down

@@ -190,7 +190,7 @@ async def test_disconnect_aborts_both_legs_within_100_ms(
         await wait_until(lambda: decode.num_running == 0)
         await wait_until(lambda: cluster.server.num_open_requests == 0)
     assert min(delays_s) < 0.1
-    assert all(not worker.legs for worker in cluster.cluster.workers)
+    assert all(not worker.attempts for worker in cluster.cluster.workers)
 
 
 async def leave_early(cluster: ScriptedCluster, decode: ScriptedWorker, *, stream: bool) -> float:
@@ -219,7 +219,7 @@ async def test_disconnect_of_many_samples_frees_all(
         await response.content.readany()
         assert decode.num_running == 8
     await wait_until(lambda: len(decode.seen.aborts) == 8)
-    assert all(not worker.legs for worker in cluster.cluster.workers)
+    assert all(not worker.attempts for worker in cluster.cluster.workers)
 
 
 async def test_stop_string_aborts_the_rest(client: Client, cluster: ScriptedCluster) -> None:
@@ -257,7 +257,7 @@ async def test_slow_reader_is_dropped(client: Client, cluster: ScriptedCluster) 
     )
     await wait_until(lambda: len(decode.seen.requests) == 16)
     await wait_until(lambda: cluster.server.num_open_requests == 0, timeout_s=30)
-    assert all(not worker.legs for worker in cluster.cluster.workers)
+    assert all(not worker.attempts for worker in cluster.cluster.workers)
     writer.close()
     assert dropped() == dropped_before + 1
 
@@ -289,7 +289,7 @@ async def test_retry_waits_for_a_pair_to_come_back(
     decode.script = Script(answer=script.answer, fail_at=4, die=True, delay_s=0.01)
     await cluster.show_all()
     request = asyncio.create_task(client.stream_json(CHAT))
-    await wait_until(lambda: not cluster.cluster.is_ready)
+    await wait_until(lambda: not cluster.cluster.can_serve())
     cluster.workers.remove(decode)
     await asyncio.sleep(0.25)
     name = cluster.model.name

@@ -155,7 +155,7 @@ async def test_a_reader_that_stalls_is_dropped(
         decode = cluster.workers[1]
         await wait_until(lambda: bool(decode.seen.requests))
         await wait_until(lambda: cluster.server.num_open_requests == 0, timeout_s=30)
-        assert all(not worker.legs for worker in cluster.cluster.workers)
+        assert all(not worker.attempts for worker in cluster.cluster.workers)
         await wait_until(lambda: decode.num_running == 0)
     assert dropped() == dropped_before + 1
 

@@ -114,7 +114,7 @@ async def test_a_worker_that_leaves_the_registry_finishes_its_requests(
     await wait_until(lambda: decode.num_running == 1)
     cluster.view.show(cluster.workers[0])
     cluster.cluster.refresh()
-    assert not cluster.cluster.is_ready
+    assert not cluster.cluster.can_serve()
     body = await request
     assert body["choices"][0]["finish_reason"] == "stop"
     assert len(decode.seen.requests) == 1
@@ -142,7 +142,7 @@ async def test_load_in_flight_counts_until_the_next_snapshot(
     await cluster.show_all()
     request = asyncio.create_task(client.post("/v1/completions", {"prompt": [5] * 100}))
     [decode] = [w for w in cluster.cluster.workers if w.info.role == "decode"]
-    await wait_until(lambda: bool(decode.legs))
+    await wait_until(lambda: bool(decode.attempts))
     assert decode.candidate(time.monotonic()).unseen.tokens == 100
     assert decode.candidate(time.monotonic()).unseen.blocks == 7
     decode.load_at_s = time.monotonic() + 1
