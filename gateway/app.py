@@ -8,21 +8,25 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway import chat, completions, dashboard, messages, operations, responses, tokenize
-from gateway.cluster import WorkerSource
+from gateway import operations
+from gateway.anthropic import endpoint as messages
+from gateway.anthropic import error as anthropic_error
 from gateway.errors import (
     BodyTimeout,
     BrokenBody,
     ErrorForm,
     PayloadTooLarge,
-    anthropic_error_body,
     error_body,
     error_response,
 )
-from gateway.frontend import FRONTEND, Frontend
+from gateway.observe.request_metrics import count_failure
+from gateway.openai import chat, completions, tokenize
+from gateway.pages import dashboard
 from gateway.request_ids import ANSWER_ID, client_request_id, echo_request_id
 from gateway.request_ids import HEADER as REQUEST_ID_HEADER
-from gateway.request_metrics import count_failure
+from gateway.responses import endpoint as responses
+from gateway.routing.cluster import WorkerSource
+from gateway.server_state import SERVER_STATE, ServerState
 from mesh.errors import InvalidRequest, PdmeshError
 from mesh.log_format import about
 
@@ -46,10 +50,10 @@ class WorkerView(WorkerSource, Protocol):
         """Stop."""
 
 
-def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
+def build_app(server: ServerState, view: WorkerView) -> web.Application:
     """Wire the application; starting it follows ``view`` and links to its workers."""
-    app = web.Application(client_max_size=frontend.max_body_bytes, middlewares=[_errors_to_http])
-    app[FRONTEND] = frontend
+    app = web.Application(client_max_size=server.max_body_bytes, middlewares=[_errors_to_http])
+    app[SERVER_STATE] = server
     app.on_response_prepare.append(_echo_request_id)
     app.on_shutdown.append(_drain)
     app.cleanup_ctx.append(_linked(view))
@@ -76,22 +80,22 @@ def build_app(frontend: Frontend, view: WorkerView) -> web.Application:
 
 def _linked(view: WorkerView) -> Callable[[web.Application], AsyncIterator[None]]:
     async def context(app: web.Application) -> AsyncIterator[None]:
-        frontend = app[FRONTEND]
+        server = app[SERVER_STATE]
         await view.start()
-        frontend.cluster.start(view)
+        server.cluster.start(view)
         try:
             yield
         finally:
-            await frontend.cluster.close()
+            await server.cluster.close()
             await view.close()
-            frontend.close()
+            server.close()
 
     return context
 
 
 async def _drain(app: web.Application) -> None:
     """Runs when nothing listens any more and before aiohttp cancels the handlers."""
-    await app[FRONTEND].drain(_DRAIN_S)
+    await app[SERVER_STATE].drain(_DRAIN_S)
 
 
 def _is_anthropic(request: web.Request) -> bool:
@@ -106,7 +110,7 @@ async def _echo_request_id(request: web.Request, response: web.StreamResponse) -
 
 @web.middleware
 async def _errors_to_http(request: web.Request, handler: Handler) -> web.StreamResponse:
-    form = anthropic_error_body if _is_anthropic(request) else error_body
+    form = anthropic_error.error_body if _is_anthropic(request) else error_body
     try:
         return await handler(request)
     except PdmeshError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.errors import SlowReader
-from gateway.request_metrics import count_failure
+from gateway.observe.request_metrics import count_failure
 
 MAX_STALL_S = 30.0
 """A client whose connection takes no more bytes for this long is dropped."""

@@ -2,138 +2,120 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
 
-from gateway.answer import Answer, Prompt, stream_answer
-from gateway.choice import Delta
 from gateway.client_writer import send_json
 from gateway.errors import SlowReader
-from gateway.frontend import FRONTEND, Frontend
-from gateway.output_rules import output_rules
+from gateway.generation.answer import Answer
+from gateway.generation.answer_factory import AnswerFactory, Prompt
+from gateway.generation.choice import Delta
+from gateway.generation.output_rules import output_rules
+from gateway.observe.request_metrics import count_failure
+from gateway.observe.request_trace import RequestTrace
+from gateway.observe.timeline import Arrival
+from gateway.prompts.conversation import FieldNames
+from gateway.request.schema import ChatRequest, CompletionRequest
 from gateway.request_body import read_body
 from gateway.request_ids import ANSWER_ID, client_request_id
-from gateway.request_metrics import count_failure
-from gateway.request_trace import RequestTrace
-from gateway.schema import ChatRequest, CompletionRequest
-from gateway.sse import Chunks
-from gateway.timeline import Arrival
-from mesh.errors import InvalidRequest
+from gateway.server_state import SERVER_STATE, ServerState
+from gateway.sse import Chunks, stream_answer
 from mesh.log_format import about
 
 TIMING_HEADER = "X-Pdmesh-Timing"
 """``1`` asks for ``pdmesh_timing`` in the answer."""
 
-RequestType = TypeVar("RequestType", ChatRequest, CompletionRequest)
-
 _logger = logging.getLogger(__name__)
 
 
-class Endpoint(Generic[RequestType]):
-    """One generating endpoint, for one HTTP request; subclasses fill in what differs.
+class Dialect(Protocol):
+    """One request as its API asks it, and how that API writes the answer.
 
     Whatever a client's body looks like, what runs is a chat or a completion request.
     """
 
-    def decode(self, body: bytes) -> RequestType:
-        """Decode and validate the body."""
-        raise NotImplementedError
+    names: FieldNames
+    """What the client calls the fields of what runs."""
 
-    async def prompts(self, frontend: Frontend, request: RequestType) -> list[Prompt]:
+    @property
+    def request(self) -> ChatRequest | CompletionRequest:
+        """What runs."""
+        ...
+
+    async def prompts(self, server: ServerState) -> list[Prompt]:
         """Tokenise the request's prompts."""
-        raise NotImplementedError
+        ...
 
-    def chunks(self, frontend: Frontend, request: RequestType, answer: Answer) -> Chunks:
+    def chunks(self, server: ServerState, answer: Answer) -> Chunks:
         """Formats the events of a streamed answer."""
-        raise NotImplementedError
+        ...
 
     def whole(
-        self,
-        frontend: Frontend,
-        request: RequestType,
-        answer: Answer,
-        deltas: list[list[Delta]],
+        self, server: ServerState, answer: Answer, deltas: list[list[Delta]]
     ) -> dict[str, Any]:
         """The body of a whole answer; ``deltas`` are all those of each choice."""
-        raise NotImplementedError
+        ...
 
-    def rename(self, error: InvalidRequest) -> None:
-        """Make ``error`` name the fields as this endpoint's clients know them."""
 
-    async def serve(self, http_request: web.Request) -> web.StreamResponse:
-        """Run the request and answer it.
+async def serve(
+    http_request: web.Request, decode: Callable[[bytes], Dialect]
+) -> web.StreamResponse:
+    """Run the request in the body and answer it.
 
-        Raises:
-            PdmeshError: it failed before the first byte of the answer.
-        """
-        arrived_s = time.monotonic()
-        frontend = http_request.app[FRONTEND]
-        if frontend.tracing is None:
-            return await self._serve(http_request, frontend, arrived_s, None)
-        parent = http_request.headers.get("traceparent", "")
-        with RequestTrace(frontend.tracing, http_request.path, parent, arrived_s) as trace:
-            return await self._serve(http_request, frontend, arrived_s, trace)
+    Raises:
+        PdmeshError: it failed before the first byte of the answer.
+    """
+    arrived_s = time.monotonic()
+    server = http_request.app[SERVER_STATE]
+    with _traced(http_request, server, arrived_s) as trace:
+        dialect = decode(await read_body(http_request, server))
+        request = dialect.request
+        server.check_model(request.model)
+        with server.admitted(), dialect.names.renamed():
+            rules = output_rules(request, server.model)
+            if rules.grammar:
+                await server.grammars.check(rules.grammar, rules.param)
+            decoded_s = time.monotonic()
+            prompts = await dialect.prompts(server)
+            arrival = Arrival(arrived_s, decoded_s, time.monotonic())
+            answer = AnswerFactory(
+                server,
+                request,
+                rules=rules,
+                arrival=arrival,
+                on_slow_reader=functools.partial(_break_connection, http_request),
+                trace=trace,
+            ).build(prompts, shows_timing=http_request.headers.get(TIMING_HEADER) == "1")
+            _note(http_request, answer, arrival, trace)
+            with answer, server.serving(answer):
+                if request.stream:
+                    chunks = dialect.chunks(server, answer)
+                    return await stream_answer(http_request, answer, chunks, request)
+                body = dialect.whole(server, answer, await answer.collect())
+                return await send_json(http_request, orjson.dumps(body))
 
-    async def _serve(
-        self,
-        http_request: web.Request,
-        frontend: Frontend,
-        arrived_s: float,
-        trace: RequestTrace | None,
-    ) -> web.StreamResponse:
-        request = self.decode(await read_body(http_request, frontend))
-        frontend.check_model(request.model)
-        with frontend.admitted():
-            try:
-                return await self._run(http_request, frontend, request, arrived_s, trace)
-            except InvalidRequest as error:
-                self.rename(error)
-                raise
 
-    async def _run(
-        self,
-        http_request: web.Request,
-        frontend: Frontend,
-        request: RequestType,
-        arrived_s: float,
-        trace: RequestTrace | None,
-    ) -> web.StreamResponse:
-        rules = output_rules(request, frontend.model)
-        if rules.grammar:
-            await frontend.grammars.check(rules.grammar, rules.param)
-        decoded_s = time.monotonic()
-        prompts = await self.prompts(frontend, request)
-        arrival = Arrival(arrived_s, decoded_s, time.monotonic())
-        answer = Answer(
-            frontend,
-            request,
-            prompts,
-            rules=rules,
-            arrived_s=arrived_s,
-            on_slow_reader=lambda: _break_connection(http_request),
-            arrival=arrival,
-            shows_timing=http_request.headers.get(TIMING_HEADER) == "1",
-            trace=trace,
-        )
-        http_request[ANSWER_ID] = answer.id
-        _note(http_request, answer, arrival, trace)
-        with answer:
-            if request.stream:
-                chunks = self.chunks(frontend, request, answer)
-                return await stream_answer(http_request, answer, chunks, request)
-            deltas = await answer.collect()
-            body = self.whole(frontend, request, answer, deltas)
-            return await send_json(http_request, orjson.dumps(body))
+def _traced(
+    http_request: web.Request, server: ServerState, arrived_s: float
+) -> AbstractContextManager[RequestTrace | None]:
+    if server.tracing is None:
+        return nullcontext()
+    parent = http_request.headers.get("traceparent", "")
+    return RequestTrace(server.tracing, http_request.path, parent, arrived_s)
 
 
 def _note(
     http_request: web.Request, answer: Answer, arrival: Arrival, trace: RequestTrace | None
 ) -> None:
-    """Have the request found by its ids in log and trace."""
+    """Have the request found by its ids in head, log and trace."""
+    http_request[ANSWER_ID] = answer.id
     client_id = client_request_id(http_request)
     prompts = answer.choices[:: answer.samples_per_prompt]
     num_tokens = sum(len(choice.generation.request.prompt_ids) for choice in prompts)

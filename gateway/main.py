@@ -11,9 +11,9 @@ import uuid
 from aiohttp import web
 
 from gateway.app import build_app
-from gateway.cluster import Cluster
-from gateway.frontend import Frontend
-from gateway.served_model import load_served_model
+from gateway.prompts.served_model import load_served_model
+from gateway.routing.cluster import Cluster
+from gateway.server_state import ServerState
 from mesh import metrics
 from mesh.config import GatewayConfig
 from mesh.errors import ConfigError
@@ -59,16 +59,16 @@ def run(config: GatewayConfig) -> None:
             epoch=process_epoch(),
             model=model.name,
         )
-        frontend = Frontend(
+        server = ServerState(
             model=model,
             cluster=cluster,
             request_timeout_s=config.request_timeout_s,
             max_body_bytes=config.max_body_bytes,
             tracing=tracing,
         )
-        frontend.grammars.prepare()
+        server.grammars.prepare()
         view = ClusterView(config.redis_url, on_change=cluster.refresh)
-        runner = build_runner(build_app(frontend, view))
+        runner = build_runner(build_app(server, view))
         await runner.setup()
         try:
             # The vocabulary and the modules stay: looking through them would halt every stream.

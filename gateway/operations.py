@@ -9,10 +9,10 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from gateway import docs_page
-from gateway.cluster import Cluster, Worker
-from gateway.frontend import FRONTEND, Frontend
-from gateway.openapi import build_document
+from gateway.pages import docs_page
+from gateway.pages.openapi import build_document
+from gateway.routing.cluster import Cluster, Worker
+from gateway.server_state import SERVER_STATE, ServerState
 from mesh import metrics
 from mesh.errors import ModelNotFound, Unavailable
 
@@ -23,28 +23,28 @@ def _json(content: Any) -> web.Response:
     return web.Response(body=orjson.dumps(content), content_type="application/json")
 
 
-def _model(frontend: Frontend) -> dict[str, Any]:
+def _model(server: ServerState) -> dict[str, Any]:
     return {
-        "id": frontend.model.name,
+        "id": server.model.name,
         "object": "model",
-        "created": frontend.created,
+        "created": server.created,
         "owned_by": "pdmesh",
-        "max_model_len": frontend.max_model_len,
+        "max_model_len": server.max_model_len,
     }
 
 
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models."""
-    return _json({"object": "list", "data": [_model(request.app[FRONTEND])]})
+    return _json({"object": "list", "data": [_model(request.app[SERVER_STATE])]})
 
 
 async def get_model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}."""
-    frontend = request.app[FRONTEND]
+    server = request.app[SERVER_STATE]
     name = request.match_info["id"]
-    if name != frontend.model.name:
+    if name != server.model.name:
         raise ModelNotFound(f"the model {name!r} does not exist", param="model")
-    return _json(_model(frontend))
+    return _json(_model(server))
 
 
 async def health(request: web.Request) -> web.Response:
@@ -54,17 +54,17 @@ async def health(request: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     """GET /ready: a request could be served now, else 503."""
-    frontend = request.app[FRONTEND]
-    if frontend.is_draining:
+    server = request.app[SERVER_STATE]
+    if server.is_draining:
         raise Unavailable("the gateway is shutting down")
-    if not frontend.is_ready:
+    if not server.can_serve():
         raise Unavailable("no matching pair of a prefill and a decode worker is up")
     return _json({"status": "ready"})
 
 
 async def show_metrics(request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
-    request.app[FRONTEND].cluster.count_workers()
+    request.app[SERVER_STATE].cluster.count_workers()
     # In a thread: it reads /proc and takes milliseconds with many buckets.
     body = await asyncio.to_thread(metrics.render)
     return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
@@ -72,12 +72,12 @@ async def show_metrics(request: web.Request) -> web.Response:
 
 async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json."""
-    return _json(await asyncio.to_thread(build_document, request.app[FRONTEND].model.name))
+    return _json(await asyncio.to_thread(build_document, request.app[SERVER_STATE].model.name))
 
 
 async def docs(request: web.Request) -> web.Response:
     """GET /docs."""
-    document = await asyncio.to_thread(build_document, request.app[FRONTEND].model.name)
+    document = await asyncio.to_thread(build_document, request.app[SERVER_STATE].model.name)
     page = docs_page.render(document)
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return web.Response(
@@ -87,7 +87,7 @@ async def docs(request: web.Request) -> web.Response:
 
 async def census(request: web.Request) -> web.Response:
     """GET /debug/census: every worker's live figures, asked over its link."""
-    cluster = request.app[FRONTEND].cluster
+    cluster = request.app[SERVER_STATE].cluster
     workers = sorted(cluster.workers, key=lambda worker: worker.info.worker_id)
     return _json({"workers": await asyncio.gather(*(_census(cluster, w) for w in workers))})
 
@@ -110,7 +110,7 @@ async def _census(cluster: Cluster, worker: Worker) -> dict[str, Any]:
         "max_model_len": info.max_model_len,
         "block_size": info.block_size,
         "max_num_seqs": info.max_num_seqs,
-        "attempts_here": len(worker.legs),
+        "attempts_here": len(worker.attempts),
     }
     if reply is not None:
         entry |= msgspec.to_builtins(reply.load)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import aiohttp
 import msgspec
 
-from gateway.history import History
-from gateway.served_model import load_served_model
+from gateway.observe.history import History
+from gateway.prompts.served_model import load_served_model
 from mesh.leg_timing import LegTiming
 from mesh.messages import LoadSnapshot, TokenOutput
 from mesh.model_files import resolve_model
@@ -83,7 +83,7 @@ async def busy_gateway(num_prefill: int, num_decode: int) -> AsyncIterator[Scrip
     """Serve; one decode worker drains, one is full, one has blocks in quarantine."""
     model = load_served_model(resolve_model(""))
     cluster = ScriptedCluster(model)
-    cluster.frontend.history = History(slot_s=SLOT_S)
+    cluster.server.history = History(slot_s=SLOT_S)
     try:
         for role, number in (("prefill", num_prefill), ("decode", num_decode)):
             for index in range(number):

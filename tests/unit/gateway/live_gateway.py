@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gateway.served_model import ServedModel
+from gateway.prompts.served_model import ServedModel
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from gateway.app import build_app
-from gateway.cluster import Cluster
-from gateway.frontend import Frontend
 from gateway.main import build_runner
-from gateway.served_model import ServedModel
+from gateway.prompts.served_model import ServedModel
+from gateway.routing.cluster import Cluster
+from gateway.server_state import ServerState
 from mesh.cluster_view import WorkerEntry
 from mesh.links import WorkerServer
 from mesh.messages import (
@@ -290,15 +290,13 @@ class ScriptedCluster:
         self.view = StaticView()
         self.workers: list[ScriptedWorker] = []
         self.cluster = Cluster(gateway_id="gateway-test", epoch=next(_epochs), model=model.name)
-        self.frontend = Frontend(
+        self.server = ServerState(
             model=model,
             cluster=self.cluster,
             request_timeout_s=request_timeout_s,
             max_body_bytes=1 << 20,
         )
-        self.runner = build_runner(
-            build_app(self.frontend, self.view), idle_timeout_s=idle_timeout_s
-        )
+        self.runner = build_runner(build_app(self.server, self.view), idle_timeout_s=idle_timeout_s)
         self.url = ""
 
     async def add(self, worker: ScriptedWorker) -> ScriptedWorker:

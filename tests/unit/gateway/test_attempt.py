@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.attempt import Attempt
-from gateway.cluster import Cluster, Worker
-from gateway.router import Pair
+from gateway.generation.attempt import Attempt
+from gateway.generation.generation_request import GenerationRequest
+from gateway.routing.cluster import Cluster, Worker
+from gateway.routing.router import Pair
 from mesh.errors import IncompatiblePeer, PdmeshError, WorkerLost
 from mesh.messages import (
     AbortRequest,
@@ -109,16 +110,10 @@ def test_any_order_of_events(faults: list[tuple[str, str, int]], seed: int, shuf
     owner = Owner()
     attempt = Attempt(cluster, owner, prefill=workers["p"], decode=workers["d"], base=BASE)
     sampling = SamplingParams(max_tokens=LAST + 1)
-    attempt.start(
-        request_id="r",
-        token_ids=(1,) * (5 + BASE),
-        num_prompt_tokens=5,
-        sampling=sampling,
-        ttl_s=1.0,
-        priority=0,
-        cache_salt="",
-        slo_class="interactive",
+    request = GenerationRequest(
+        request_id="r", prompt_ids=(1,) * 5, sampling=sampling, deadline_s=1.0
     )
+    attempt.start(request, token_ids=(1,) * (5 + BASE), ttl_s=1.0)
     aborted = False
     for name, kind, index in events:
         match kind:
@@ -148,7 +143,7 @@ def test_any_order_of_events(faults: list[tuple[str, str, int]], seed: int, shuf
         assert owner.finished == 1
     over = owner.finished or owner.failures or aborted
     for worker in workers.values():
-        assert bool(worker.legs) == (not over)
+        assert bool(worker.attempts) == (not over)
         assert bool(worker.sent) == (not over)
         aborts = [m for m in worker.link.sent if isinstance(m, AbortRequest)]  # type: ignore[union-attr]
         assert len(aborts) == (1 if over and not owner.finished else 0)
@@ -218,8 +213,8 @@ async def test_storm(client: Client, cluster: ScriptedCluster, script: Script, s
     refused = [outcome for outcome in outcomes if isinstance(outcome, AssertionError)]
     assert all('"code":' in str(outcome) for outcome in refused), refused
     assert outcomes.count("done") >= len(outcomes) / 2, outcomes
-    await wait_until(lambda: cluster.frontend.num_open_requests == 0)
-    await wait_until(lambda: all(not worker.legs for worker in cluster.cluster.workers))
+    await wait_until(lambda: cluster.server.num_open_requests == 0)
+    await wait_until(lambda: all(not worker.attempts for worker in cluster.cluster.workers))
     await wait_until(lambda: all(not worker.num_running for worker in cluster.workers))
 
 
@@ -228,16 +223,9 @@ def test_a_pair_that_refuses_each_other_is_noted() -> None:
     workers = {"p": make_worker("p"), "d": make_worker("d")}
     owner = Owner()
     attempt = Attempt(cluster, owner, prefill=workers["p"], decode=workers["d"], base=0)
-    attempt.start(
-        request_id="r",
-        token_ids=(1,),
-        num_prompt_tokens=1,
-        sampling=SamplingParams(max_tokens=3),
-        ttl_s=1.0,
-        priority=0,
-        cache_salt="",
-        slo_class="interactive",
-    )
+    sampling = SamplingParams(max_tokens=3)
+    request = GenerationRequest(request_id="r", prompt_ids=(1,), sampling=sampling, deadline_s=1.0)
+    attempt.start(request, token_ids=(1,), ttl_s=1.0)
     failed = RequestFailed(
         request_id="r", transfer_id=attempt.transfer_id,
         code="incompatible_peer", message="layouts differ", retryable=True,

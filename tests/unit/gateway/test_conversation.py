@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.answer_parts import AnswerParts, CallPart, Closed, Grown, Opened, TextPart
-from gateway.choice import Delta, EndReason
-from gateway.conversation import MAX_MESSAGES, MAX_PARTS, Conversation, FieldNames
-from gateway.tool_parser import ToolCallDelta
+from gateway.generation.choice import Delta, EndReason
+from gateway.generation.parts import AnswerCall, AnswerParts, AnswerText, Closed, Grown, Opened
+from gateway.prompts.conversation import MAX_MESSAGES, MAX_PARTS, Conversation, FieldNames
+from gateway.tools.parser import ToolCallPiece
 from mesh.errors import ContextTooLong, InvalidRequest
 from mesh.messages import TokenLogprobs
 
@@ -47,7 +47,7 @@ def test_conversations_are_bounded() -> None:
     assert len(conversation.messages) == 1
 
 
-def delta(text: str = "", *calls: ToolCallDelta, reason: EndReason | None = None) -> Delta:
+def delta(text: str = "", *calls: ToolCallPiece, reason: EndReason | None = None) -> Delta:
     entry = TokenLogprobs(token_id=1, logprob=-0.5, top=())
     return Delta(text, 1, reason, entry, calls)
 
@@ -57,23 +57,23 @@ def test_parts_follow_each_other() -> None:
     assert parts.add(delta()) == []
     changes = parts.add(delta("a"))
     assert [type(change) for change in changes] == [Opened, Grown]
-    begin = ToolCallDelta(0, "", "call_1", "f")
+    begin = ToolCallPiece(0, "", "call_1", "f")
     changes = parts.add(delta("b", begin))
     assert [type(change) for change in changes] == [Grown, Closed, Opened]
     assert [change.index for change in changes] == [0, 0, 1]
     # The end of one call, text, and the next call, in one token.
-    second = ToolCallDelta(1, "{}", "call_2", "g")
-    changes = parts.add(delta("c", ToolCallDelta(0, "{}"), second, reason="tool_calls"))
+    second = ToolCallPiece(1, "{}", "call_2", "g")
+    changes = parts.add(delta("c", ToolCallPiece(0, "{}"), second, reason="tool_calls"))
     assert [type(change) for change in changes] == [
         Grown, Closed, Opened, Grown, Closed, Opened, Grown, Closed,
     ]  # fmt: skip
     assert [change.index for change in changes] == [1, 1, 2, 2, 2, 3, 3, 3]
     first, call, text, last = parts.parts
-    assert isinstance(first, TextPart)
+    assert isinstance(first, AnswerText)
     assert (first.text, len(first.logprobs)) == ("ab", 3), "a token without text counts"
-    assert isinstance(text, TextPart)
+    assert isinstance(text, AnswerText)
     assert text.text == "c"
-    assert [call, last] == [CallPart("call_1", "f", "{}"), CallPart("call_2", "g", "{}")]
+    assert [call, last] == [AnswerCall("call_1", "f", "{}"), AnswerCall("call_2", "g", "{}")]
 
 
 def test_an_answer_without_text_has_no_parts() -> None:

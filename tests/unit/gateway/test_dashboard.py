@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway import dashboard_page
+from gateway.pages import dashboard_page
 from mesh.leg_timing import LegTiming
 from mesh.messages import RequestFailed, TokenOutput
 from tests.unit.gateway.client import COMPLETIONS, Client

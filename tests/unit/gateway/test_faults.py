@@ -10,7 +10,8 @@ import time
 import aiohttp
 import pytest
 
-from gateway import generation, request_metrics
+from gateway.generation import generation
+from gateway.observe import request_metrics
 from mesh.messages import RequestFailed, TokenOutput
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import (
@@ -190,9 +191,9 @@ async def test_disconnect_aborts_both_legs_within_100_ms_of_a_round_trip(
         await wait_until(lambda: bool(decode.seen.aborts and prefill.seen.aborts))
         delays_s.append(max(decode.seen.aborts[0][1], prefill.seen.aborts[0][1]) - left_s)
         await wait_until(lambda: decode.num_running == 0)
-        await wait_until(lambda: cluster.frontend.num_open_requests == 0)
+        await wait_until(lambda: cluster.server.num_open_requests == 0)
     assert min(delays_s) < 0.1 + max(round_trips_s)
-    assert all(not worker.legs for worker in cluster.cluster.workers)
+    assert all(not worker.attempts for worker in cluster.cluster.workers)
 
 
 async def leave_early(cluster: ScriptedCluster, decode: ScriptedWorker, *, stream: bool) -> float:
@@ -221,7 +222,7 @@ async def test_disconnect_of_many_samples_frees_all(
         await response.content.readany()
         assert decode.num_running == 8
     await wait_until(lambda: len(decode.seen.aborts) == 8)
-    assert all(not worker.legs for worker in cluster.cluster.workers)
+    assert all(not worker.attempts for worker in cluster.cluster.workers)
 
 
 async def test_stop_string_aborts_the_rest(client: Client, cluster: ScriptedCluster) -> None:
@@ -258,8 +259,8 @@ async def test_slow_reader_is_dropped(client: Client, cluster: ScriptedCluster) 
         % (len(body), body)
     )
     await wait_until(lambda: len(decode.seen.requests) == 16)
-    await wait_until(lambda: cluster.frontend.num_open_requests == 0)
-    assert all(not worker.legs for worker in cluster.cluster.workers)
+    await wait_until(lambda: cluster.server.num_open_requests == 0)
+    assert all(not worker.attempts for worker in cluster.cluster.workers)
     writer.close()
     assert dropped() == dropped_before + 1
 
@@ -269,7 +270,7 @@ async def test_deadline_gives_504_and_frees_the_workers(
 ) -> None:
     _, decode = await cluster.pair(Script(silent=True))
     await cluster.show_all()
-    cluster.frontend.request_timeout_s = 0.2
+    cluster.server.request_timeout_s = 0.2
     status, body = await client.post(CHAT, {"messages": MESSAGES})
     assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
     await wait_until(lambda: decode.num_running == 0)
@@ -291,7 +292,7 @@ async def test_retry_waits_for_a_pair_to_come_back(
     decode.script = Script(answer=script.answer, fail_at=4, die=True, delay_s=0.01)
     await cluster.show_all()
     request = asyncio.create_task(client.stream_json(CHAT))
-    await wait_until(lambda: not cluster.cluster.is_ready)
+    await wait_until(lambda: not cluster.cluster.can_serve())
     cluster.workers.remove(decode)
     await asyncio.sleep(0.25)
     name = cluster.model.name

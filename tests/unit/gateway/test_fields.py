@@ -10,7 +10,7 @@ import pytest
 from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from gateway import schema
+from gateway.request import decoding, schema
 from mesh.messages import TokenOutput
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
@@ -29,7 +29,7 @@ CHAT_ALONE = {"add_generation_prompt", "continue_final_message", "chat_template_
 
 
 def known(kind: type[msgspec.Struct]) -> set[str]:
-    return {*kind.__struct_fields__, *schema.refused_fields(kind)}
+    return {*kind.__struct_fields__, *decoding.refused_fields(kind)}
 
 
 def test_every_field_of_the_openai_package_is_known() -> None:
@@ -52,7 +52,7 @@ def test_every_field_of_vllm_is_known() -> None:
 
 def test_nothing_is_both_served_and_refused() -> None:
     for kind in (schema.ChatRequest, schema.CompletionRequest):
-        assert not set(kind.__struct_fields__) & set(schema.refused_fields(kind))
+        assert not set(kind.__struct_fields__) & set(decoding.refused_fields(kind))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ async def test_the_code_says_why(client: Client, field: str, value: object, code
 def test_messages_of_an_answer_can_be_sent_back() -> None:
     answer = chat.ChatCompletionMessage(role="assistant", content="Hi.", annotations=[])
     messages = [*MESSAGES, answer.model_dump(), *MESSAGES]
-    request = schema.decode_chat_request(json.dumps({"messages": messages}).encode())
+    request = decoding.decode_chat_request(json.dumps({"messages": messages}).encode())
     assert request.messages[1].text == "Hi."
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway import quantile_sketch, time_slots, transfer_flows
-from gateway.history import MAX_REQUESTS, History, RequestRecord
-from gateway.quantile_sketch import QuantileSketch
-from gateway.time_slots import ClusterLoad
-from gateway.timeline import Arrival, Timeline
+from gateway.observe import quantile_sketch, time_slots, transfer_flows
+from gateway.observe.history import MAX_REQUESTS, History, RequestRecord
+from gateway.observe.quantile_sketch import QuantileSketch
+from gateway.observe.time_slots import ClusterLoad
+from gateway.observe.timeline import Arrival, Timeline
 from mesh.leg_timing import LegTiming
 
 IDLE = ClusterLoad(0, 0, 0, 0, 0, 0.0)

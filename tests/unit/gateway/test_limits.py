@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from gateway import client_writer, frontend, request_body, request_metrics
-from gateway.served_model import ServedModel
+from gateway import client_writer, request_body, server_state
+from gateway.observe import request_metrics
+from gateway.prompts.served_model import ServedModel
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster, wait_until
 
@@ -54,7 +55,7 @@ async def test_a_body_that_does_not_come_is_408(
         assert head.startswith(b"HTTP/1.1 408 ")
         assert b"connection: close" in head.lower()
         assert b'"code":"request_timeout"' in await reader.readuntil(b"}}")
-        assert cluster.frontend.num_open_requests == 0
+        assert cluster.server.num_open_requests == 0
 
 
 async def test_headers_that_do_not_end_are_given_up(model: ServedModel) -> None:
@@ -95,15 +96,15 @@ async def test_a_packed_body_counts_unpacked(client: Client, cluster: ScriptedCl
 async def test_bodies_on_their_way_in_are_bounded_together(
     client: Client, cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontend, "MAX_RECEIVING_BYTES", 1000)
+    monkeypatch.setattr(server_state, "MAX_RECEIVING_BYTES", 1000)
     async with connected(cluster) as (_, first), connected(cluster) as (_, second):
         for writer in (first, second):
             writer.write(HEAD + b"Content-Length: 450\r\n\r\n{")
-        await wait_until(lambda: cluster.frontend.receiving_bytes == 900)
+        await wait_until(lambda: cluster.server.receiving_bytes == 900)
         status, body = await client.post("/tokenize", {"prompt": "a" * 100})
         assert (status, body["error"]["code"]) == (429, "overloaded")
         assert (await client.post("/tokenize", {"prompt": "a"}))[0] == 200
-    await wait_until(lambda: cluster.frontend.receiving_bytes == 0)
+    await wait_until(lambda: cluster.server.receiving_bytes == 0)
     assert (await client.post("/tokenize", {"prompt": "a" * 100}))[0] == 200
 
 
@@ -155,8 +156,8 @@ async def test_a_reader_that_stalls_is_dropped(
         writer.write(HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         decode = cluster.workers[1]
         await wait_until(lambda: bool(decode.seen.requests))
-        await wait_until(lambda: cluster.frontend.num_open_requests == 0, timeout_s=200)
-        assert all(not worker.legs for worker in cluster.cluster.workers)
+        await wait_until(lambda: cluster.server.num_open_requests == 0, timeout_s=200)
+        assert all(not worker.attempts for worker in cluster.cluster.workers)
         await wait_until(lambda: decode.num_running == 0)
     assert dropped() == dropped_before + 1
 

@@ -12,14 +12,15 @@ import pydantic
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 
-from gateway import messages_answer
-from gateway.messages_input import messages_to_chat
-from gateway.messages_schema import (
+from gateway.anthropic import answer as messages_answer
+from gateway.anthropic.input import messages_to_chat
+from gateway.anthropic.schema import (
     CountTokensRequest,
     MessagesRequest,
     decode_messages_request,
 )
-from gateway.schema import ChatRequest, refused_fields
+from gateway.request.decoding import refused_fields
+from gateway.request.schema import ChatRequest
 from tests.unit.gateway.client import Client
 from tests.unit.gateway.events import Event, kinds, stream_events
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster, wait_until
@@ -217,7 +218,7 @@ async def test_a_client_that_leaves_frees_the_workers(
     async with client.session.post(url, json=body(stream=True)) as response:
         await response.content.readline()
     await wait_until(lambda: not any(worker.num_running for worker in cluster.workers))
-    await wait_until(lambda: cluster.frontend.num_open_requests == 0)
+    await wait_until(lambda: cluster.server.num_open_requests == 0)
 
 
 def converted(**fields: Any) -> ChatRequest:

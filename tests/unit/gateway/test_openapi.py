@@ -23,10 +23,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gateway import answer_schema
-from gateway.openapi import OPERATIONS, Operation, build_document
-from gateway.schema import refused_fields
-from gateway.served_model import ServedModel
+from gateway.openai import answer as answer_schema
+from gateway.pages.openapi import OPERATIONS, Operation, build_document
+from gateway.prompts.served_model import ServedModel
+from gateway.request.decoding import refused_fields
 from tests.unit.gateway.client import CHAT, COMPLETIONS, Client
 from tests.unit.gateway.live_gateway import live_gateway
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
@@ -87,7 +87,7 @@ def test_any_request_is_answered_as_the_document_says(
     if mode is GenerationMode.POSITIVE and operation.path != "/v1/models/{id}":
         assert statuses[200], statuses
     give_up_s = time.monotonic() + 60
-    while live.frontend.num_open_requests:  # a stream's client is done before its handler
+    while live.server.num_open_requests:  # a stream's client is done before its handler
         assert time.monotonic() < give_up_s
         time.sleep(0.01)
 

@@ -27,7 +27,7 @@ async def test_health_and_ready(client: Client, cluster: ScriptedCluster, script
     await cluster.pair(script)
     await cluster.show_all()
     assert (await client.get("/ready"))[0] == 200
-    cluster.frontend.is_draining = True
+    cluster.server.is_draining = True
     assert (await client.get("/ready"))[0] == 503
     assert (await client.get("/health"))[0] == 200
 
@@ -115,7 +115,7 @@ async def test_a_worker_that_leaves_the_registry_finishes_its_requests(
     await wait_until(lambda: decode.num_running == 1)
     cluster.view.show(cluster.workers[0])
     cluster.cluster.refresh()
-    assert not cluster.cluster.is_ready
+    assert not cluster.cluster.can_serve()
     body = await request
     assert body["choices"][0]["finish_reason"] == "stop"
     assert len(decode.seen.requests) == 1
@@ -143,7 +143,7 @@ async def test_load_in_flight_counts_until_the_next_snapshot(
     await cluster.show_all()
     request = asyncio.create_task(client.post("/v1/completions", {"prompt": [5] * 100}))
     [decode] = [w for w in cluster.cluster.workers if w.info.role == "decode"]
-    await wait_until(lambda: bool(decode.legs))
+    await wait_until(lambda: bool(decode.attempts))
     assert decode.candidate(time.monotonic()).unseen.tokens == 100
     assert decode.candidate(time.monotonic()).unseen.blocks == 7
     decode.load_at_s = time.monotonic() + 1
@@ -198,7 +198,7 @@ async def test_errors_of_a_handler_are_500_without_details(
     def broken(*_: object) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(cluster.frontend, "check_model", broken)
+    monkeypatch.setattr(cluster.server, "check_model", broken)
     status, body = await client.post("/v1/chat/completions", {"messages": MESSAGES})
     assert status == 500
     assert body["error"] == {

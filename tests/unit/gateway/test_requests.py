@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway import schema
-from gateway.sampling import build_sampling, seed_of_sample
-from gateway.served_model import SamplingDefaults, ServedModel
+from gateway.generation.sampling import build_sampling, seed_of_sample
+from gateway.prompts.served_model import SamplingDefaults, ServedModel
+from gateway.request import decoding
 from mesh.errors import ContextTooLong, InvalidRequest
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
@@ -100,8 +100,8 @@ BOTH_BAD = [
 @pytest.mark.parametrize(("field", "value"), BOTH_BAD)
 def test_bad_value_names_the_field(field: str, value: object) -> None:
     for decode, body in (
-        (schema.decode_chat_request, chat_body(**{field: value})),
-        (schema.decode_completion_request, completion_body(**{field: value})),
+        (decoding.decode_chat_request, chat_body(**{field: value})),
+        (decoding.decode_completion_request, completion_body(**{field: value})),
     ):
         with pytest.raises(InvalidRequest) as caught:
             decode(body)
@@ -145,7 +145,7 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
 )
 def test_bad_chat_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        schema.decode_chat_request(chat_body(**fields))
+        decoding.decode_chat_request(chat_body(**fields))
     assert caught.value.param == param
 
 
@@ -162,15 +162,15 @@ def test_bad_chat_field(fields: dict[str, Any], param: str) -> None:
 )
 def test_bad_completion_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        schema.decode_completion_request(completion_body(**fields))
+        decoding.decode_completion_request(completion_body(**fields))
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("missing", ["messages", "prompt"])
 def test_missing_field_is_named(missing: str) -> None:
     decode = {
-        "messages": schema.decode_chat_request,
-        "prompt": schema.decode_completion_request,
+        "messages": decoding.decode_chat_request,
+        "prompt": decoding.decode_completion_request,
     }[missing]
     with pytest.raises(InvalidRequest) as caught:
         decode(b"{}")
@@ -201,8 +201,8 @@ async def test_bad_json_is_400(ready: Client, body: bytes) -> None:
     ],
 )
 def test_fields_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:
-    schema.decode_chat_request(chat_body(**fields))
-    schema.decode_completion_request(completion_body(**fields))
+    decoding.decode_chat_request(chat_body(**fields))
+    decoding.decode_completion_request(completion_body(**fields))
 
 
 async def test_errors_over_http(ready: Client) -> None:
@@ -297,11 +297,11 @@ async def test_bad_requests_send_nothing_to_workers(
     for field, value in BOTH_BAD:
         await ready.post(CHAT, {"messages": MESSAGES, field: value})
     assert all(not worker.seen.requests for worker in cluster.workers)
-    assert cluster.frontend.num_open_requests == 0
+    assert cluster.server.num_open_requests == 0
 
 
 def sampling(model: ServedModel, *, max_model_len: int = 8192, **fields: Any):
-    request = schema.decode_chat_request(chat_body(**fields))
+    request = decoding.decode_chat_request(chat_body(**fields))
     return build_sampling(request, model, num_prompt_tokens=10, max_model_len=max_model_len)
 
 

@@ -11,10 +11,11 @@ import pytest
 from openai.types import responses as openai_responses
 from openai.types.responses import response_create_params
 
-from gateway import responses_answer
-from gateway.responses_input import responses_to_chat
-from gateway.responses_schema import ResponsesRequest, decode_responses_request
-from gateway.schema import ChatRequest, refused_fields
+from gateway.request.decoding import refused_fields
+from gateway.request.schema import ChatRequest
+from gateway.responses import answer as responses_answer
+from gateway.responses.input import responses_to_chat
+from gateway.responses.schema import ResponsesRequest, decode_responses_request
 from mesh.errors import InvalidRequest
 from mesh.messages import RequestFailed
 from tests.unit.gateway.client import Client
@@ -188,7 +189,7 @@ async def test_a_client_that_leaves_frees_the_workers(
     async with client.session.post(url, json={"input": "hi", "stream": True}) as response:
         await response.content.readline()
     await wait_until(lambda: not any(worker.num_running for worker in cluster.workers))
-    await wait_until(lambda: cluster.frontend.num_open_requests == 0)
+    await wait_until(lambda: cluster.server.num_open_requests == 0)
 
 
 async def test_logprobs_come_with_their_text(

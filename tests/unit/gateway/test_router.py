@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.router import MAX_WAITING_PER_SEQ, Candidate, Need, Pair, Unseen, choose, has_pair
+from gateway.routing.router import (
+    MAX_WAITING_PER_SEQ,
+    Candidate,
+    Need,
+    Pair,
+    Unseen,
+    choose,
+    has_pair,
+)
 from mesh.errors import ContextTooLong, Overloaded, Unavailable
 from mesh.messages import LoadSnapshot, Role, WorkerInfo
 

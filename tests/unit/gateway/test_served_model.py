@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.chat import encode_chat
-from gateway.chat_template import ChatTemplate
-from gateway.schema import decode_chat_request
-from gateway.served_model import ServedModel, load_served_model
+from gateway.prompts.chat import encode_chat
+from gateway.prompts.chat_template import ChatTemplate
+from gateway.prompts.served_model import ServedModel, load_served_model
+from gateway.request.decoding import decode_chat_request
 from mesh.errors import ConfigError, InvalidRequest
 from mesh.model_files import ModelFiles, resolve_model
 from tests.unit.gateway.test_tokenizer import hf_folder  # noqa: F401

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.served_model import ServedModel
+from gateway.prompts.served_model import ServedModel
 from tests.unit.gateway.client import COMPLETIONS, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway import chat, chat_template
-from gateway.chat_template import ChatTemplate, TemplateTimeout
-from gateway.frontend import Frontend
-from gateway.served_model import ServedModel
+from gateway.prompts import chat, chat_template
+from gateway.prompts.chat_template import ChatTemplate, TemplateTimeout
+from gateway.prompts.served_model import ServedModel
+from gateway.server_state import ServerState
 from mesh.errors import ConfigError, InvalidRequest
 from tests.unit.gateway.client import CHAT, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
@@ -148,7 +148,7 @@ async def test_the_event_loop_goes_on_under_an_endless_template(
 ) -> None:
     await cluster.pair(Script())
     await cluster.show_all()
-    cluster.frontend.model = slow_model(cluster.model)
+    cluster.server.model = slow_model(cluster.model)
     monkeypatch.setattr(chat, "MAX_RENDER_S", 0.5)
     request = asyncio.create_task(client.post(CHAT, {"messages": MESSAGES}))
     gaps = []
@@ -173,7 +173,7 @@ async def test_a_template_that_is_slow_but_ends_is_served(
     template = ChatTemplate(source)
     with pytest.raises(TemplateTimeout):
         template.render(MESSAGES, time_s=0.001)
-    cluster.frontend.model = msgspec.structs.replace(cluster.model, chat_template=template)
+    cluster.server.model = msgspec.structs.replace(cluster.model, chat_template=template)
     body = await client.chat(max_tokens=1)
     assert body["usage"]["prompt_tokens"] == 1
 
@@ -182,9 +182,9 @@ async def test_template_variables(cluster: ScriptedCluster, client: Client) -> N
     await cluster.pair(Script(answer=[28, 2]))
     await cluster.show_all()
     source = "{{ 'thinking' if enable_thinking else 'plain' }} {{ messages[0].content }}"
-    frontend: Frontend = cluster.frontend
-    frontend.model = msgspec.structs.replace(frontend.model, chat_template=ChatTemplate(source))
-    decode = frontend.model.tokenizer.decode
+    server: ServerState = cluster.server
+    server.model = msgspec.structs.replace(server.model, chat_template=ChatTemplate(source))
+    decode = server.model.tokenizer.decode
     for variables, expected in (({}, "plain hi"), ({"enable_thinking": True}, "thinking hi")):
         fields: dict[str, Any] = {"chat_template_kwargs": variables, "max_tokens": 1}
         await client.chat(**fields)

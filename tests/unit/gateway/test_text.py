@@ -7,9 +7,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.detokenizer import Detokenizer, unfinished_bytes
-from gateway.served_model import ServedModel
-from gateway.stop_strings import StopMatcher
+from gateway.generation.detokenizer import Detokenizer, unfinished_bytes
+from gateway.generation.stop_strings import StopMatcher
+from gateway.prompts.served_model import ServedModel
 
 
 def cut(data: bytes, sizes: list[int]) -> list[bytes]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gateway.timeline import Arrival, Timeline
+from gateway.observe.timeline import Arrival, Timeline
 from mesh.leg_timing import LegTiming
 
 ARRIVAL = Arrival(100.0, 100.5, 101.0)

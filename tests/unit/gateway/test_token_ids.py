@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.served_model import ServedModel
+from gateway.prompts.served_model import ServedModel
 from tests.unit.gateway.client import CHAT, COMPLETIONS, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.tokenize_schema import MAX_DETOKENIZED
+from gateway.openai.tokenize_schema import MAX_DETOKENIZED
 from tests.unit.gateway.client import CHAT, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
 

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from gateway.served_model import ServedModel
+from gateway.prompts.served_model import ServedModel
 from mesh.errors import ConfigError
 from mesh.gguf_metadata import read_gguf_metadata
 from mesh.gguf_tokenizer import build_gguf_tokenizer

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from gateway.served_model import ServedModel
-from gateway.structured_output import json_rule
-from gateway.tool_fields import FunctionDefinition
-from gateway.tool_format import FORMATS, ToolFormat, ToolFormatName
-from gateway.tool_grammar import ToolGrammar
-from gateway.tool_parser import ToolCallParser
+from gateway.prompts.served_model import ServedModel
+from gateway.request.tool_fields import FunctionDefinition
+from gateway.structured.output_form import json_rule
+from gateway.tools.format import FORMATS, ToolFormat, ToolFormatName
+from gateway.tools.grammar import ToolGrammar
+from gateway.tools.parser import ToolCallParser
 from mesh.grammar import GrammarVocabulary
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}

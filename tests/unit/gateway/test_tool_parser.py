@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tool_format import FORMATS, ToolFormat, ToolFormatName
-from gateway.tool_parser import ToolCallParser
+from gateway.tools.format import FORMATS, ToolFormat, ToolFormatName
+from gateway.tools.parser import ToolCallParser
 
 NAMES = ("get_weather", "f")
 HERMES, LLAMA3, MISTRAL = FORMATS["hermes"], FORMATS["llama3"], FORMATS["mistral"]

@@ -9,10 +9,10 @@ import aiohttp
 import msgspec
 import pytest
 
-from gateway import answer_schema
-from gateway.chat_template import ChatTemplate
-from gateway.served_model import ServedModel
-from gateway.tool_format import FORMATS, format_of_template
+from gateway.openai import answer as answer_schema
+from gateway.prompts.chat_template import ChatTemplate
+from gateway.prompts.served_model import ServedModel
+from gateway.tools.format import FORMATS, format_of_template
 from tests.unit.gateway.client import CHAT, COMPLETIONS, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster, wait_until
 

@@ -1,0 +1,1 @@
+"""What is measured of requests: timelines, metrics, spans and the history of the last minutes."""

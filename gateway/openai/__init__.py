@@ -1,0 +1,1 @@
+"""OpenAI's API with vLLM's additions: chat, completions, tokenize."""

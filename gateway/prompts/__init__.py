@@ -1,0 +1,1 @@
+"""The served model's text: its template and tokenizer, and conversations as prompts."""

@@ -1,0 +1,1 @@
+"""What a client asks, in the one form that runs: a chat or a completion request."""

@@ -1,0 +1,1 @@
+"""Which pair of workers serves a request, and the links to all of them."""

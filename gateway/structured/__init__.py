@@ -1,0 +1,1 @@
+"""Output that must follow a form: the form as a grammar, checked before it is sent."""
