@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from benchmarks.local_engine import add_sequence, finish_ended, make_engine
-from benchmarks.table import format_table, machine, num_cores, write_json
+from benchmarks.local_engine import add_sequence, engine_machine, finish_ended, make_engine
+from benchmarks.table import format_table, num_cores, write_json
 from benchmarks.workload import random_prompts
 from mesh.config import WEIGHTS
 
@@ -49,7 +49,7 @@ def main(argv: SequenceOf[str]) -> int:
     for kind in kinds:
         if kind not in WEIGHTS:
             parser.error(f"--weights: {kind!r} is not one of {', '.join(WEIGHTS)}")
-    print(machine())
+    print(engine_machine())
     bandwidth = 0.0
     decode: list[list[object]] = []
     prefill: list[list[object]] = []
@@ -79,7 +79,8 @@ def main(argv: SequenceOf[str]) -> int:
     print(f"prefill of one prompt\n\n{format_table(_PREFILL_HEADINGS, prefill)}")
     if options.json:
         content = {
-            "machine": machine(), "options": vars(options), "bandwidth_bytes_per_s": bandwidth,
+            "machine": engine_machine(), "options": vars(options),
+            "bandwidth_bytes_per_s": bandwidth,
             "decode": [dict(zip(_DECODE_HEADINGS, row, strict=True)) for row in decode],
             "prefill": [dict(zip(_PREFILL_HEADINGS, row, strict=True)) for row in prefill],
         }  # fmt: skip
