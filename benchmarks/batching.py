@@ -20,8 +20,14 @@ import time
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from benchmarks.local_engine import BLOCK_SIZE, add_sequence, finish_ended, make_engine
-from benchmarks.table import format_table, machine, num_cores, write_json
+from benchmarks.local_engine import (
+    BLOCK_SIZE,
+    add_sequence,
+    engine_machine,
+    finish_ended,
+    make_engine,
+)
+from benchmarks.table import format_table, num_cores, write_json
 from benchmarks.workload import chat_output_lengths, random_prompts
 from mesh.config import WEIGHTS
 
@@ -50,7 +56,7 @@ def main(argv: SequenceOf[str]) -> int:
     add("--json", default="", metavar="FILE", help="write every round's figures there")
     options = parser.parse_args(argv)
     lengths = chat_output_lengths(options.requests, options.scale)
-    print(machine())
+    print(engine_machine())
     print(
         f"{len(lengths)} requests, {options.input} tokens in, {min(lengths)} to {max(lengths)} "
         f"out (mean {statistics.fmean(lengths):.0f}), batch {options.batch}\n"
@@ -81,7 +87,9 @@ def main(argv: SequenceOf[str]) -> int:
         )
     print(f"\n{format_table(_HEADINGS, rows)}")
     if options.json:
-        write_json(options.json, {"machine": machine(), "options": vars(options), "runs": runs})
+        write_json(
+            options.json, {"machine": engine_machine(), "options": vars(options), "runs": runs}
+        )
     return 0
 
 

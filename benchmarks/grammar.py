@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from benchmarks.local_engine import add_sequence, make_engine
-from benchmarks.table import format_table, machine, num_cores, write_json
+from benchmarks.local_engine import add_sequence, engine_machine, make_engine
+from benchmarks.table import format_table, num_cores, write_json
 from benchmarks.workload import random_prompts
 from mesh.config import WEIGHTS
 
@@ -54,7 +54,7 @@ def main(argv: SequenceOf[str]) -> int:
     kinds = [int(count) for count in options.constrained.split(",")]
     if kinds[0] != 0 or not all(0 <= count <= options.batch for count in kinds):
         parser.error("--constrained: begins with 0, and none is over --batch")
-    print(machine())
+    print(engine_machine())
     engine = make_engine(
         model=options.model, weights=options.weights, threads=options.threads,
         max_num_seqs=options.batch,
@@ -73,7 +73,9 @@ def main(argv: SequenceOf[str]) -> int:
     print(format_table(_HEADINGS, rows))
     if options.json:
         table = [dict(zip(_HEADINGS, row, strict=True)) for row in rows]
-        write_json(options.json, {"machine": machine(), "options": vars(options), "rows": table})
+        write_json(
+            options.json, {"machine": engine_machine(), "options": vars(options), "rows": table}
+        )
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from benchmarks.table import machine
 from mesh.config import Weights, WorkerConfig
 from mesh.messages import SamplingParams
 from mesh.threads import configure_threads
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 
 _DEADLINE_S = 3600.0
 BLOCK_SIZE = 16
+
+
+def engine_machine() -> str:
+    """``machine()``, with the level of vector instructions that an engine's kernels have here."""
+    configure_threads()
+    from engine.device import cpu_level  # as below
+
+    return f"{machine()}, kernels for {cpu_level('cpu')}"
 
 
 def make_engine(

@@ -3,6 +3,7 @@
     limit = (weight bytes + KV bytes of the batch) / read bandwidth of this machine
 
 The bandwidth is measured here: a sum over a 512 MB buffer by as many threads, best of several.
+With ``--shares`` a profile of some decode steps says instead which kernels they consist of.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ import time
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from benchmarks.local_engine import add_sequence, finish_ended, make_engine
-from benchmarks.table import format_table, machine, num_cores, write_json
+import msgspec
+
+from benchmarks.local_engine import add_sequence, engine_machine, finish_ended, make_engine
+from benchmarks.table import format_table, num_cores, write_json
 from benchmarks.workload import random_prompts
-from mesh.config import WEIGHTS
+from mesh.config import WEIGHTS, Weights
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.sequence import Sequence
 
 _BUFFER_FLOATS = 512 * 1000 * 1000 // 4
 _BANDWIDTH_RUNS = 7
 _DECODE_HEADINGS = (
     "weights", "batch", "step ms", "tok/s", "limit ms", "limit / step", "step / batch 1",
 )  # fmt: skip
+_SHARES_HEADINGS = ("weights", "kernel", "ms a step", "% of it", "GB/s", "GFLOP/s")
+_LONGEST_PROFILE_S = 600.0
 _PREFILL_HEADINGS = ("weights", "prompt", "ms", "tok/s")
 
 
@@ -42,6 +48,10 @@ def main(argv: SequenceOf[str]) -> int:
     add("--model", default="", help="GGUF file or folder (default: the packaged model)")
     add("--threads", type=int, default=num_cores(), help="compute threads (default: all cores)")
     add("--json", default="", metavar="FILE", help="write the tables' rows there")
+    add(
+        "--shares", type=int, nargs="?", const=16, default=0, metavar="BATCH",
+        help="show each kernel's share of a decode step of so many sequences (16) instead",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     kinds = options.weights.split(",")
     batches = [int(batch) for batch in options.batch.split(",")]
@@ -49,7 +59,9 @@ def main(argv: SequenceOf[str]) -> int:
     for kind in kinds:
         if kind not in WEIGHTS:
             parser.error(f"--weights: {kind!r} is not one of {', '.join(WEIGHTS)}")
-    print(machine())
+    print(engine_machine())
+    if options.shares:
+        return _show_shares(options, kinds)
     bandwidth = 0.0
     decode: list[list[object]] = []
     prefill: list[list[object]] = []
@@ -79,12 +91,62 @@ def main(argv: SequenceOf[str]) -> int:
     print(f"prefill of one prompt\n\n{format_table(_PREFILL_HEADINGS, prefill)}")
     if options.json:
         content = {
-            "machine": machine(), "options": vars(options), "bandwidth_bytes_per_s": bandwidth,
+            "machine": engine_machine(), "options": vars(options),
+            "bandwidth_bytes_per_s": bandwidth,
             "decode": [dict(zip(_DECODE_HEADINGS, row, strict=True)) for row in decode],
             "prefill": [dict(zip(_PREFILL_HEADINGS, row, strict=True)) for row in prefill],
         }  # fmt: skip
         write_json(options.json, content)
     return 0
+
+
+def _show_shares(options: argparse.Namespace, kinds: SequenceOf[str]) -> int:
+    batch, table = options.shares, list[list[object]]()
+    for kind in msgspec.convert(kinds, list[Weights]):
+        engine = make_engine(
+            model=options.model, weights=kind, threads=options.threads, max_num_seqs=batch
+        )
+        table += [[kind, *row] for row in _shares(engine, batch, options.context, options.steps)]
+        del engine
+    print(f"\ndecode, batch {batch}, context {options.context}\n")
+    print(format_table(_SHARES_HEADINGS, table))
+    if options.json:
+        rows = [dict(zip(_SHARES_HEADINGS, row, strict=True)) for row in table]
+        content = {"machine": engine_machine(), "options": vars(options), "shares": rows}
+        write_json(options.json, content)
+    return 0
+
+
+def _shares(
+    engine: Engine, batch: int, context: int, num_steps: int
+) -> list[tuple[str, float, float, float, float]]:
+    """Rows of the table of shares, without the kind of weights."""
+    from engine.profiling.report import build_report
+    from engine.profiling.session import ProfileData, ProfileSession
+
+    done: list[ProfileData] = []
+    live = _begin_decoding(engine, batch, context, num_steps)
+    deadline_s = time.monotonic() + _LONGEST_PROFILE_S
+    engine.profile = ProfileSession(engine, num_steps, deadline_s, done.append)
+    while not done:
+        engine.step()
+    for sequence in live:
+        engine.scheduler.finish(sequence)
+    report = build_report(done[0])
+    step_ms = 1000 * report["mean_step_s"]
+    rows = [
+        (
+            row["op"], 1000 * row["time_s"] / report["steps"],
+            100 * row["time_s"] / report["steps"] / report["mean_step_s"],
+            row["bytes_per_s"] / 1e9, row["flops_per_s"] / 1e9,
+        )
+        for row in report["ops"]
+        if row["phase"] == "decode"
+    ]  # fmt: skip
+    rest_ms = step_ms - sum(row[1] for row in rows)
+    unknown = float("nan")
+    rows.append(("the rest", rest_ms, 100 * rest_ms / step_ms, unknown, unknown))
+    return [*rows, ("a step", step_ms, 100.0, unknown, unknown)]
 
 
 def _read_bandwidth() -> float:
@@ -105,8 +167,8 @@ def _bytes_read(engine: Engine, batch: int, context: int) -> float:
     return engine.model.num_weight_bytes + batch * context * spec.block_bytes / spec.block_size
 
 
-def _decode_step_s(engine: Engine, batch: int, context: int, num_steps: int) -> float:
-    """Median time of a step in which each of ``batch`` sequences gets one token."""
+def _begin_decoding(engine: Engine, batch: int, context: int, num_steps: int) -> set[Sequence]:
+    """Sequences that get one token each in the steps that follow; the caller finishes them."""
     prompts = random_prompts(batch, context, seed=("decode", batch))
     # One token with the prompt, then the timed ones; longer ones keep the batch whole meanwhile.
     live = {
@@ -115,6 +177,12 @@ def _decode_step_s(engine: Engine, batch: int, context: int, num_steps: int) -> 
     }
     while any(sequence.num_uncomputed_tokens > 1 for sequence in live):
         engine.step()
+    return live
+
+
+def _decode_step_s(engine: Engine, batch: int, context: int, num_steps: int) -> float:
+    """Median time of a step in which each of ``batch`` sequences gets one token."""
+    live = _begin_decoding(engine, batch, context, num_steps)
     times_s = []
     for _ in range(num_steps):
         start_s = time.monotonic()

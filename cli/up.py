@@ -139,7 +139,11 @@ def _tell_how_to_use(cluster: LocalCluster, progress: Progress, run_dir: Path) -
     census = GatewayClient(cluster.url).census() or []
     transports = sorted({str(worker.get("transport")) for worker in census})
     model = str(census[0].get("model")) if census else "MODEL"
-    progress.show(f"model {model}, KV transport {', '.join(transports)}, logs in {run_dir}")
+    levels = sorted({str(worker["cpu_level"]) for worker in census if worker.get("cpu_level")})
+    kernels = f"kernels for {', '.join(levels)}, " if levels else ""
+    progress.show(
+        f"model {model}, {kernels}KV transport {', '.join(transports)}, logs in {run_dir}"
+    )
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     progress.show(
         f"try: curl -s {cluster.url}/v1/chat/completions -H 'Content-Type: application/json' "

@@ -47,6 +47,16 @@ def choose_device(
     return "cuda"
 
 
+def cpu_level(device: DeviceKind) -> str:
+    """The vector instructions of the kernels, such as ``avx2``; "" on a GPU."""
+    if device != "cpu":
+        return ""
+    # Not at the top: torch and numba come with it.
+    from engine.backends.cpu import LEVEL
+
+    return str(LEVEL)
+
+
 def missing_for_cuda() -> str:
     """What the installed packages lack to compute on a GPU; empty if nothing. None is loaded."""
     version = _torch_version()

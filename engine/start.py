@@ -17,7 +17,7 @@ import torch
 
 from engine.backends.base import Backend
 from engine.backends.gpu.device import CudaDevice
-from engine.device import DeviceKind
+from engine.device import DeviceKind, cpu_level
 from engine.engine import Engine
 from engine.gpu_profile import CudaMeter, GpuCacheSizer
 from engine.placement import ON_CPU, Placement
@@ -136,8 +136,9 @@ def build_engine(
     warm_up(engine)
     engine.group.expect_steps()
     _logger.info(
-        "model ready device=%s weights=%s load_s=%.1f warm_up_s=%.1f",
-        placement.device, weights, loaded_s - start_s, time.monotonic() - loaded_s,
+        "model ready device=%s level=%s weights=%s load_s=%.1f warm_up_s=%.1f",
+        placement.device, cpu_level(placement.device) or "-", weights,
+        loaded_s - start_s, time.monotonic() - loaded_s,
     )  # fmt: skip
     return engine
 

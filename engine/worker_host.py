@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from engine.device import cpu_level
 from engine.engine import Engine
 from engine.placement import show_gpus
 from engine.profiling.endpoint import ProfileEndpoint
@@ -104,6 +105,7 @@ class WorkerHost:
             tensor_parallel=config.tensor_parallel,
             device=engine.placement.device,
             gpus=engine.placement.worker_gpus(),
+            cpu_level=cpu_level(engine.placement.device),
         )
         show_gpus(self._info.gpus)
         metrics.identify(self._info.model, config.worker_id)

@@ -104,6 +104,7 @@ async def _census(cluster: Cluster, worker: Worker) -> dict[str, Any]:
         "http_endpoint": info.http_endpoint,
         "transport": info.transport,
         "device": info.device,
+        "cpu_level": info.cpu_level,
         "gpus": msgspec.to_builtins(info.gpus),
         "fingerprint": info.fingerprint,
         "model": info.model,

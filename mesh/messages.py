@@ -267,6 +267,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of its ranks."""
     tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     """As in PeerRef."""
+    cpu_level: str = ""
+    """Vector instructions of its kernels, where a CPU computes."""
 
 
 class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True):

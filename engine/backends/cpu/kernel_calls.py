@@ -61,16 +61,23 @@ def kernel_calls(part: Part) -> tuple[KernelCall, ...]:
 
 def run_everywhere(call: KernelCall, weights: WeightScheme, kv_dtype: KVDtype) -> None:
     """Make the call in every way that may need other kernels."""
-    spec = KVCacheSpec(
-        num_blocks=_ROWS[-1] // _BLOCK_SIZE, num_layers=2, num_kv_heads=_KV_HEADS,
-        block_size=_BLOCK_SIZE, head_dim=_HEAD_DIM, dtype=kv_dtype,
-    )  # fmt: skip
     for num_threads in _THREADS:
-        backend = CpuBackend(weights, num_threads)
-        backend.allocate_kv_cache(spec)
+        backend = small_backend(weights, kv_dtype, num_threads)
         for rows in _ROWS:
-            _begin(backend, rows)  # sets the threads
+            begin_prompt(backend, rows)  # sets the threads
             call.run(backend, rows)
+
+
+def small_backend(weights: WeightScheme, kv_dtype: KVDtype, num_threads: int) -> CpuBackend:
+    """A backend with a KV cache for a prompt of some tokens."""
+    backend = CpuBackend(weights, num_threads)
+    backend.allocate_kv_cache(
+        KVCacheSpec(
+            num_blocks=_ROWS[-1] // _BLOCK_SIZE, num_layers=2, num_kv_heads=_KV_HEADS,
+            block_size=_BLOCK_SIZE, head_dim=_HEAD_DIM, dtype=kv_dtype,
+        )
+    )  # fmt: skip
+    return backend
 
 
 def _linear(backend: CpuBackend, rows: int) -> None:
@@ -102,21 +109,21 @@ def _rope(backend: CpuBackend, rows: int) -> None:
     table = torch.ones(_ROWS[-1], _HEAD_DIM // 2)
     norm = QKNorm(torch.ones(_HEAD_DIM), torch.ones(_HEAD_DIM), _EPS)
     for qk_norm in (None, norm):
-        step = _begin(backend, rows)
+        step = begin_prompt(backend, rows)
         backend.rope_and_write_kv(_qkv(rows), RopeTable(table, table), qk_norm, 0, step)
 
 
 def _attention(backend: CpuBackend, rows: int) -> None:
     for window in (0, _BLOCK_SIZE):
-        backend.paged_attention(_qkv(rows), 0, 1.0, window, _begin(backend, rows))
+        backend.paged_attention(_qkv(rows), 0, 1.0, window, begin_prompt(backend, rows))
 
 
 def _qkv(rows: int) -> torch.Tensor:
     return torch.ones(rows, (_QUERY_HEADS + 2 * _KV_HEADS) * _HEAD_DIM)
 
 
-def _begin(backend: CpuBackend, rows: int) -> CpuStep:
-    """A step of one prompt in the first blocks."""
+def begin_prompt(backend: CpuBackend, rows: int) -> CpuStep:
+    """A step of one prompt in the first blocks; with it begins the backend's number of threads."""
     num_blocks = -(-rows // _BLOCK_SIZE)
     return backend.begin_step(
         BatchInputs(

@@ -129,6 +129,7 @@ class ScriptedWorker:
             kv_blocks_total=4096,
             max_num_seqs=64,
             transport="tcp",
+            cpu_level="avx2",
             **self._fields,
         )
 

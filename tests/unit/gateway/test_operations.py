@@ -86,6 +86,7 @@ async def test_census_is_live(client: Client, cluster: ScriptedCluster, script: 
     assert workers[decode.id]["kv_blocks_free"] == 4095
     assert workers[decode.id]["role"] == "decode"
     assert (workers[decode.id]["device"], workers[decode.id]["gpus"]) == ("cpu", [])
+    assert workers[decode.id]["cpu_level"] == "avx2"
     assert {
         "kv_blocks_total",
         "kv_blocks_quarantined",

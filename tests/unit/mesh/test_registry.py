@@ -215,8 +215,9 @@ async def _int(result: Awaitable[int] | int) -> int:
 def test_a_worker_that_tells_of_no_device_computes_on_a_cpu() -> None:
     fields = msgspec.to_builtins(info())
     del fields["device"], fields["gpus"]  # as versions did that knew no GPU
+    del fields["cpu_level"]
     found = decode_value(msgspec.msgpack.encode(fields), WorkerInfo)
-    assert (found.device, found.gpus) == ("cpu", ())
+    assert (found.device, found.gpus, found.cpu_level) == ("cpu", (), "")
 
 
 def test_a_worker_tells_of_its_gpus() -> None:
