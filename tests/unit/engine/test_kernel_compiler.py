@@ -79,6 +79,17 @@ def test_two_workers_at_once_compile_once_and_a_later_one_nothing(
     assert _files(cache) == before
 
 
+def test_kernels_compute_the_same_bits_wherever_they_were_compiled(
+    filled: tuple[Path, str], tmp_path: Path, tiny_llama: TinyLlama
+) -> None:
+    _, digest = filled
+    fresh, _ = Started(tmp_path, tiny_llama.folder, "--alone").result()
+    loaded, _ = Started(tmp_path, tiny_llama.folder, "--alone").result()
+    assert fresh["compiled"]
+    assert loaded == {"compiled": [], "digest": digest}
+    assert fresh["digest"] == digest
+
+
 def test_a_worker_whose_compiling_process_is_killed_compiles_the_rest(
     tmp_path: Path, tiny_llama: TinyLlama
 ) -> None:
