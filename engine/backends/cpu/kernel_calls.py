@@ -85,6 +85,7 @@ def _linear(backend: CpuBackend, rows: int) -> None:
     weight = torch.ones(_VOCABULARY, _HIDDEN)
     backend.linear(weight)(x)
     backend.linear(weight, torch.ones(_VOCABULARY))(x)
+    backend.router(weight)(x)
 
 
 def _embedding_and_head(backend: CpuBackend, rows: int) -> None:
