@@ -7,7 +7,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.generation.attempt import Attempt
@@ -94,7 +94,6 @@ faults = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(faults=faults, seed=st.integers(0, 10_000), shuffle=st.booleans())
 def test_any_order_of_events(faults: list[tuple[str, str, int]], seed: int, shuffle: bool) -> None:
     chooser = random.Random(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.router import (
@@ -87,7 +87,6 @@ workers = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(workers, st.integers(1, 200), st.integers(0, 100))
 def test_a_chosen_pair_can_serve_the_request(
     candidates: list[Candidate], num_prompt: int, num_output: int
@@ -109,7 +108,6 @@ def test_a_chosen_pair_can_serve_the_request(
         assert worker.load is None or not worker.load.draining
 
 
-@settings(deadline=None)
 @given(workers, st.sets(st.integers(0, 7)))
 def test_avoided_workers_are_taken_only_where_nothing_else_is_left(
     candidates: list[Candidate], avoided: set[int]
@@ -128,7 +126,6 @@ def test_avoided_workers_are_taken_only_where_nothing_else_is_left(
         pytest.fail(f"{others} was free")
 
 
-@settings(deadline=None)
 @given(st.permutations(range(4)), st.lists(st.integers(0, 900), min_size=4, max_size=4))
 def test_the_emptiest_decode_worker_wins(order: list[int], free: list[int]) -> None:
     decodes = [candidate(f"d{i}", "decode", free=free[i]) for i in order]

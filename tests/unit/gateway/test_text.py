@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.generation.detokenizer import Detokenizer, unfinished_bytes
@@ -23,7 +23,6 @@ def cut(data: bytes, sizes: list[int]) -> list[bytes]:
 sizes = st.lists(st.integers(0, 4), max_size=60)
 
 
-@settings(deadline=None)
 @given(st.text(), sizes)
 def test_text_survives_any_cut(text: str, sizes: list[int]) -> None:
     pieces = cut(text.encode(), sizes)
@@ -34,7 +33,6 @@ def test_text_survives_any_cut(text: str, sizes: list[int]) -> None:
     assert "".join(parts) + detokenizer.finish() == text
 
 
-@settings(deadline=None)
 @given(st.binary(), sizes)
 def test_any_bytes_equal_the_decoded_whole(data: bytes, sizes: list[int]) -> None:
     pieces = cut(data, sizes)
@@ -43,7 +41,6 @@ def test_any_bytes_equal_the_decoded_whole(data: bytes, sizes: list[int]) -> Non
     assert "".join(parts) + detokenizer.finish() == data.decode("utf-8", "replace")
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 49151), max_size=40))
 def test_random_tokens_equal_the_library(model: ServedModel, ids: list[int]) -> None:
     library: tokenizers.Tokenizer = model.tokenizer._inner
@@ -80,7 +77,6 @@ small = st.text("ab\n", max_size=30)
 stop_lists = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
 @given(small, stop_lists, sizes)
 def test_stop_strings_do_not_depend_on_the_cut(
     text: str, stops: list[str], sizes: list[int]
@@ -97,7 +93,6 @@ def test_stop_strings_do_not_depend_on_the_cut(
     assert (shown, stopped) == reference(text, stops)
 
 
-@settings(deadline=None)
 @given(small, stop_lists, sizes)
 def test_shown_text_is_never_taken_back(text: str, stops: list[str], sizes: list[int]) -> None:
     final, _ = reference(text, stops)
@@ -122,7 +117,6 @@ def test_stop_string_can_be_kept(include: bool, shown: str) -> None:
 BYTES = [bytes([value]) for value in range(256)]
 
 
-@settings(deadline=None)
 @given(st.text(max_size=20), st.integers(0, 80))
 def test_an_output_ends_the_character_that_the_prompt_began(text: str, cut_at: int) -> None:
     """The prompt may end between any two bytes."""
@@ -135,7 +129,6 @@ def test_an_output_ends_the_character_that_the_prompt_began(text: str, cut_at: i
     assert whole + shown == text
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=20), st.binary(max_size=20), st.lists(st.integers(0, 3), max_size=20))
 def test_prompt_and_output_of_any_bytes_are_decoded_as_one(
     prompt: bytes, output: bytes, sizes: list[int]
