@@ -19,11 +19,17 @@ from tests.integration.running_cluster import RunningCluster
 from tests.integration.up_process import Up
 
 MAX_MODEL_LEN = 2560
+CROWDED_STEP_TOKENS = 32
+"""Most in a step of the kinds ``…-crowded``, whose KV pools hold little more than one request."""
 
 _COMMON = (
     *("--port", "0"),
     *("--block-size", str(BLOCK_SIZE)),
     *("--max-model-len", str(MAX_MODEL_LEN)),
+)
+_CROWDED = (
+    *("--decode", "2", "--kv-blocks", "16"),
+    *("--max-batched-tokens", str(CROWDED_STEP_TOKENS), "--max-step-ms", "0"),
 )
 _KINDS = {
     "fp32-1p1d": ("--weights", "fp32", "--kv-memory-mib", "320"),
@@ -33,6 +39,9 @@ _KINDS = {
         *("--weights", "int8", "--kv-memory-mib", "128"),
         *("--inject-faults", "0.05", "--lease-s", "1"),
     ),
+    "fp32-crowded": ("--weights", "fp32", *_CROWDED),
+    "int8-crowded": ("--weights", "int8", *_CROWDED),
+    "int4-crowded": ("--weights", "int4", *_CROWDED),
 }
 
 
