@@ -166,7 +166,7 @@ async def _load(
 
     async def ask_on() -> None:
         while True:
-            await _ask_other(cluster, session, random.randint(4, 120), random.randint(4, 60))
+            await _ask_other(cluster, session, random.randint(4, 80), random.randint(4, 32))
 
     clients = [asyncio.create_task(ask_on()) for _ in range(num_clients)]
     try:
@@ -233,7 +233,7 @@ async def test_after_preemption(
         await asked.read(until_tokens=2)
         worker = _endpoints(cluster)[_decodes_alone(cluster)]
         before = scrape(worker)["vllm:num_preemptions_total"]
-        others = [asyncio.create_task(_ask_other(cluster, session, 4, 60)) for _ in range(12)]
+        others = [asyncio.create_task(_ask_other(cluster, session, 4, 40)) for _ in range(12)]
         await asked.read()
         # A sample has not ended: whoever was preempted so far, one of the two was the first.
         num_preempted -= scrape(worker)["vllm:num_preemptions_total"] == before
