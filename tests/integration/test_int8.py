@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from itertools import takewhile
 
 import aiohttp
 import numpy as np
@@ -20,9 +19,9 @@ from tests.integration.prompts import BLOCK_SIZE
 from tests.integration.reference import Reference
 from tests.integration.running_cluster import Answer, RunningCluster, ask
 
-CLEAR_MARGIN = 0.5
+CLEAR_MARGIN = 1.0
 """In logits. Below it the float32 model itself hardly prefers its token, and int8, which moves
-logits by about 0.1, may take the other one without being any worse."""
+logits by about 0.1 and now and then by 0.5, may take the other one without being any worse."""
 
 _ANSWER_TOKENS = 16
 _QUESTIONS = (
@@ -120,35 +119,31 @@ def test_perplexity(reference: Reference, text_ids: list[int]) -> None:
 async def test_the_same_answers(
     cluster: RunningCluster, session: aiohttp.ClientSession, reference: Reference
 ) -> None:
-    """Equal to float32 up to the first token that is a coin-flip for float32."""
-    num_clear_tokens = num_clear_answers = num_equal_answers = 0
+    """float32's choices after the same tokens, but where float32 hardly has one."""
+    num_tokens = num_clear = num_equal = 0
     wrong = []
     for question in _QUESTIONS:
         messages = [{"role": "user", "content": question}]
         answer = await ask(cluster, session, messages, max_tokens=_ANSWER_TOKENS)
         assert answer.prompt_ids == reference.encode(messages)
-        # As long as all tokens before are equal, these are float32's choices on its own way.
         logits = reference.logits([*answer.prompt_ids, *answer.token_ids[:-1]], _length(answer))
         best = logits.topk(2)
-        margins = [float(margin) for margin in best.values[:, 0] - best.values[:, 1]]
-        expected = best.indices[:, 0].tolist()
-        num_clear = len(list(takewhile(lambda margin: margin >= CLEAR_MARGIN, margins)))
-        num_clear_tokens += num_clear
-        num_clear_answers += num_clear == _length(answer)
-        num_equal_answers += answer.token_ids == expected
-        if answer.token_ids[:num_clear] != expected[:num_clear]:
-            wrong.append((question, answer.text))
-        if answer.token_ids != expected:
-            pairs = zip(answer.token_ids, expected, strict=True)
-            first = next(i for i, (ours, theirs) in enumerate(pairs) if ours != theirs)
-            print(f"{question} {answer.text!r}: token {first} has margin {margins[first]:.3f}")
-    print(
-        f"{num_equal_answers} of {len(_QUESTIONS)} whole answers equal; "
-        f"{num_clear_answers} are clear throughout; {num_clear_tokens} clear tokens compared"
-    )
+        margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+        chosen = best.indices[:, 0].tolist()
+        for position, (token, choice, margin) in enumerate(
+            zip(answer.token_ids, chosen, margins, strict=True)
+        ):
+            num_tokens += 1
+            num_equal += token == choice
+            num_clear += margin >= CLEAR_MARGIN
+            if token != choice:
+                print(f"{question} {answer.text!r}: token {position} has margin {margin:.3f}")
+                if margin >= CLEAR_MARGIN:
+                    wrong.append((question, position, margin))
+    print(f"{num_equal} of {num_tokens} tokens are float32's; {num_clear} are clear")
     assert wrong == []
-    assert num_clear_answers >= 5
-    assert num_clear_tokens >= 80
+    assert num_clear >= 200
+    assert num_equal >= 0.9 * num_tokens
 
 
 @on("int8-1p1d")
