@@ -17,7 +17,7 @@ import pytest
 from engine.backends.cpu.kernel_calls import PARTS
 from tests.unit.engine.tiny_llama import TinyLlama
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 _LONGEST_S = 900.0
 
 pytestmark = pytest.mark.timeout(2 * _LONGEST_S)
@@ -27,7 +27,7 @@ class Started:
     """A worker's engine in a process of its own, with its kernels in ``cache``."""
 
     def __init__(self, cache: Path, model: Path, *flags: str) -> None:
-        module = "tests.unit.engine.started_worker"
+        module = "tests.integration.started_worker"
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, str(model), *flags],
             env=_environment(cache), cwd=ROOT, text=True,
@@ -52,6 +52,11 @@ class Started:
             if parent == str(self.process.pid) and "compile_process" in words:
                 found.append(int(path.name))
         return found
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
+    return TinyLlama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A worker's engine in a process of its own: which kernels it compiles, and what it computes.
 
-``python -m tests.unit.engine.started_worker FOLDER`` prints a JSON object.
+``python -m tests.integration.started_worker FOLDER`` prints a JSON object.
 """
 
 from __future__ import annotations
