@@ -56,7 +56,7 @@ def add_sequence(
         name: unique in it.
         prompt: token ids.
         num_output: tokens; a ``grammar`` must not end before.
-        grammar: what the output follows, see ``mesh.grammar``.
+        grammar: what the output follows, see ``mesh.model_text.grammar``.
     """
     from engine.sequence import Sequence
 

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.table import format_table
-from mesh import metrics
 from mesh.errors import ConfigError, Unavailable
+from mesh.telemetry import metrics
 
 _TIMEOUT_S = 5.0
 _MEANS = {

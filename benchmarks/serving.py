@@ -24,7 +24,7 @@ from benchmarks.servers import Server, llama_server, pdmesh_cluster, served_mode
 from benchmarks.table import format_table, machine, num_cores, write_json
 from benchmarks.workload import random_prompts
 from mesh.errors import ConfigError, Unavailable
-from mesh.model_files import resolve_model
+from mesh.model_text.model_files import resolve_model
 
 _IDLE_S = 3.0
 _MAX_IDLE_CORES = 0.1

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from mesh.links import WorkerServer
+from mesh.links.listen import WorkerServer
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
@@ -30,11 +30,11 @@ from mesh.messages import (
     TokenOutput,
     WorkerInfo,
 )
-from mesh.model_files import resolve_model
+from mesh.model_text.model_files import resolve_model
+from mesh.model_text.tokenizer import load_tokenizer
 from mesh.parent_watch import die_with_parent
-from mesh.registry import Registration
+from mesh.registry.registration import Registration
 from mesh.service import process_epoch, run_service
-from mesh.tokenizer import load_tokenizer
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog, and a token is one word or a piece of it. "

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from engine.device import choose_device
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
-from mesh.gpu_topology import visible
-from mesh.nvml import read_topology
+from mesh.gpus.nvml import read_topology
+from mesh.gpus.topology import visible
 
 
 def gpu_slots(configs: Sequence[WorkerConfig]) -> int:

@@ -33,7 +33,6 @@ from kvtransfer.remote_receiver import RemoteReceiver
 from kvtransfer.transfer_metrics import ReceiveMetrics
 from mesh.config import WorkerConfig
 from mesh.errors import IncompatiblePeer, PdmeshError, TransferFailed
-from mesh.log_format import about
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
@@ -45,6 +44,7 @@ from mesh.messages import (
     TransferMessage,
 )
 from mesh.service import process_epoch
+from mesh.telemetry.log_format import about
 
 _logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mesh.errors import PdmeshError
-from mesh.links import WorkerLink
+from mesh.links.dial import WorkerLink
 from mesh.messages import AnyMessage, DataPlaneOffer, PeerRef, TransferMessage
 
 _MAX_UNSENT = 1024

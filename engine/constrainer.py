@@ -22,9 +22,9 @@ from llguidance import LLMatcher
 from engine.constraint import Constraint
 from engine.sequence import Sequence
 from mesh.errors import ConfigError, GrammarFailed
-from mesh.grammar import GrammarVocabulary, failing_by_name, grammar_executor
-from mesh.model_files import ModelFiles
-from mesh.tokenizer import load_tokenizer
+from mesh.model_text.grammar import GrammarVocabulary, failing_by_name, grammar_executor
+from mesh.model_text.model_files import ModelFiles
+from mesh.model_text.tokenizer import load_tokenizer
 
 MASK_WAIT_S = 0.010
 """How long a step that has been computed waits for masks; a mask takes 0.03 ms, rarely 1 ms."""

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from mesh.errors import GrammarFailed
-from mesh.grammar import check
 from mesh.messages import SamplingParams
+from mesh.model_text.grammar import check
 
 if TYPE_CHECKING:
     from engine.sequence import Sequence

@@ -11,7 +11,7 @@ from typing import Literal
 
 from mesh.config import Device
 from mesh.errors import ConfigError
-from mesh.gpu_topology import GpuTopology
+from mesh.gpus.topology import GpuTopology
 
 DeviceKind = Literal["cpu", "cuda"]
 

@@ -32,11 +32,11 @@ from engine.step_runner import ComputingStep
 from engine.tensor_parallel.group import TensorParallelGroup
 from engine.tensor_parallel.shard import ModelShard, plan_shard
 from engine.weights import open_model
-from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError, GrammarFailed
 from mesh.messages import PROTOCOL_VERSION
-from mesh.model_files import resolve_model
+from mesh.model_text.model_files import resolve_model
+from mesh.telemetry import metrics
 
 _MIB = 1 << 20
 _EWMA_WEIGHT = 0.2

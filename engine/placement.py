@@ -19,16 +19,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from engine.device import DeviceKind, choose_device
-from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import Unavailable
-from mesh.gpu_choice import is_busy
-from mesh.gpu_lease import LEASE_TTL_S, GpuLease, take_gpus
-from mesh.gpu_lease_table import GpuLeaseTable, Holder, host_id
-from mesh.gpu_topology import NO_GPUS, GpuTopology, visible
+from mesh.gpus.choice import is_busy
+from mesh.gpus.lease import LEASE_TTL_S, GpuLease, take_gpus
+from mesh.gpus.lease_table import GpuLeaseTable, Holder, host_id
+from mesh.gpus.nvml import read_topology
+from mesh.gpus.topology import NO_GPUS, GpuTopology, visible
 from mesh.messages import WorkerGpu
-from mesh.nvml import read_topology
-from mesh.redis_client import open_blocking_redis
+from mesh.registry.redis_client import open_blocking_redis
+from mesh.telemetry import metrics
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -29,7 +29,7 @@ from engine.warm_up import warm_up
 from engine.weights import open_model
 from mesh.config import Weights, WorkerConfig
 from mesh.errors import ConfigError
-from mesh.model_files import resolve_model
+from mesh.model_text.model_files import resolve_model
 
 if TYPE_CHECKING:
     from engine.backends.cpu.backend import WeightScheme

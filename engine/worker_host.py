@@ -14,9 +14,8 @@ from engine.device import cpu_level
 from engine.engine import Engine
 from engine.placement import show_gpus
 from engine.profiling.endpoint import ProfileEndpoint
-from mesh import metrics
 from mesh.config import WorkerConfig
-from mesh.links import WorkerServer
+from mesh.links.listen import WorkerServer
 from mesh.messages import (
     AnyMessage,
     DataPlaneOffer,
@@ -25,9 +24,10 @@ from mesh.messages import (
     StatusRequest,
     WorkerInfo,
 )
-from mesh.model_files import resolve_model
-from mesh.registry import Registration
+from mesh.model_text.model_files import resolve_model
+from mesh.registry.registration import Registration
 from mesh.service import HttpServer, metrics_handler, serve_http
+from mesh.telemetry import metrics
 
 _logger = logging.getLogger(__name__)
 

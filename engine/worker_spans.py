@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mesh.config import WorkerConfig
-from mesh.log_format import about
 from mesh.messages import DecodeRequest, PrefillRequest, RequestFailed, TokenOutput
-from mesh.tracing import Attributes, Tracing, open_tracing
+from mesh.telemetry.log_format import about
+from mesh.telemetry.tracing import Attributes, Tracing, open_tracing
 
 MAX_OPEN = 65_536
 """Legs remembered; the oldest are forgotten."""

@@ -28,7 +28,7 @@ from gateway.responses import endpoint as responses
 from gateway.routing.cluster import WorkerSource
 from gateway.server_state import SERVER_STATE, ServerState
 from mesh.errors import InvalidRequest, PdmeshError
-from mesh.log_format import about
+from mesh.telemetry.log_format import about
 
 _logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
@@ -41,7 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class WorkerView(WorkerSource, Protocol):
-    """``mesh.registry.ClusterView``: a source of workers that must be started."""
+    """``mesh.registry.view.ClusterView``: a source of workers that must be started."""
 
     async def start(self) -> None:
         """Begin to follow the registry."""

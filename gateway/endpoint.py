@@ -27,7 +27,7 @@ from gateway.request_body import read_body
 from gateway.request_ids import ANSWER_ID, client_request_id
 from gateway.server_state import SERVER_STATE, ServerState
 from gateway.sse import Chunks, stream_answer
-from mesh.log_format import about
+from mesh.telemetry.log_format import about
 
 TIMING_HEADER = "X-Pdmesh-Timing"
 """``1`` asks for ``pdmesh_timing`` in the answer."""

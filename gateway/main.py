@@ -14,13 +14,13 @@ from gateway.app import build_app
 from gateway.prompts.served_model import load_served_model
 from gateway.routing.cluster import Cluster
 from gateway.server_state import ServerState
-from mesh import metrics
 from mesh.config import GatewayConfig
 from mesh.errors import ConfigError
-from mesh.model_files import resolve_model
-from mesh.registry import ClusterView
+from mesh.model_text.model_files import resolve_model
+from mesh.registry.view import ClusterView
 from mesh.service import process_epoch, run_service, setup_logging
-from mesh.tracing import open_tracing
+from mesh.telemetry import metrics
+from mesh.telemetry.tracing import open_tracing
 
 _logger = logging.getLogger(__name__)
 

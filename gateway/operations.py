@@ -13,8 +13,8 @@ from gateway.pages import docs_page
 from gateway.pages.openapi import build_document
 from gateway.routing.cluster import Cluster, Worker
 from gateway.server_state import SERVER_STATE, ServerState
-from mesh import metrics
 from mesh.errors import ModelNotFound, Unavailable
+from mesh.telemetry import metrics
 
 _CENSUS_TIMEOUT_S = 1.0
 

@@ -15,9 +15,9 @@ from gateway.prompts.served_model import ServedModel
 from gateway.prompts.text_threads import TextThreads
 from gateway.routing.cluster import Cluster
 from gateway.structured.grammar_check import GrammarChecker
-from mesh import metrics
 from mesh.errors import ModelNotFound, Overloaded, PdmeshError, Unavailable
-from mesh.tracing import Tracing
+from mesh.telemetry import metrics
+from mesh.telemetry.tracing import Tracing
 
 MAX_OPEN_REQUESTS = 4096
 MAX_RECEIVING_BYTES = 512 << 20

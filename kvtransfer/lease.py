@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mesh import metrics
 from mesh.messages import LeaseRenew, TransferMessage
+from mesh.telemetry import metrics
 
 Clock = Callable[[], float]
 

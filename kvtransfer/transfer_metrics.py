@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.events import Committed, SendDone
-from mesh import metrics
+from mesh.telemetry import metrics
 
 _BUCKETS_S = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),

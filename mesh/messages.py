@@ -122,8 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the output never contains."""
     grammar: str = ""
-    """What the output must follow, as ``mesh.grammar`` takes it; stop tokens end the answer where
-    it is complete, and nowhere else. "" is free text."""
+    """What the output must follow, as ``mesh.model_text.grammar`` takes it; stop tokens end the
+    answer where it is complete, and nowhere else. "" is free text."""
 
 
 class PeerRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

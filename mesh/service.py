@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from mesh import metrics
 from mesh.config import LogFormat
 from mesh.errors import ConfigError
-from mesh.log_format import JsonFormatter, TextFormatter
 from mesh.parent_watch import die_with_parent
+from mesh.telemetry import metrics
+from mesh.telemetry.log_format import JsonFormatter, TextFormatter
 
 __all__ = [
     "HttpServer",

@@ -21,7 +21,6 @@ from kvtransfer.ranked_sender import RankedSender
 from kvtransfer.remote_sender import RemoteSender
 from kvtransfer.transfer_metrics import TransferMetrics
 from mesh.config import WorkerConfig
-from mesh.log_format import about
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
@@ -33,6 +32,7 @@ from mesh.messages import (
     TransferMessage,
 )
 from mesh.service import process_epoch
+from mesh.telemetry.log_format import about
 from prefill_worker.export import NICENESS, make_sender, open_rank
 from prefill_worker.loop import (
     Command,

@@ -28,7 +28,7 @@ from engine.weights import open_model
 from engine.weights.source import WeightSource
 from mesh.config import WorkerConfig
 from mesh.messages import SamplingParams
-from mesh.model_files import resolve_model
+from mesh.model_text.model_files import resolve_model
 
 HEADINGS = ("weights", "sequences", "steps in graphs", "equal answers", "largest loss", "bound", "")
 SMALL: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """The header of a GGUF file: metadata and where each tensor lies.
 
-The key/value part is ``mesh.gguf_metadata``'s; behind it follows
+The key/value part is ``mesh.model_text.gguf``'s; behind it follows
 
     num_tensors x (name string | num_dims u32 | dims u64... | ggml type u32 | offset u64)
     padding to `general.alignment` | tensor data (offsets count from here)
@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from mesh.gguf_metadata import U32, U64, GgufCursor, open_gguf
+from mesh.model_text.gguf import U32, U64, GgufCursor, open_gguf
 
 _MAX_TENSORS = 1 << 17
 _MAX_NAME_BYTES = 1 << 16

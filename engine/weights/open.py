@@ -13,7 +13,7 @@ from engine.weights.gguf_source import GgufSource
 from engine.weights.safetensors_source import SafetensorsSource
 from engine.weights.source import WeightSource
 from mesh.errors import ConfigError
-from mesh.model_files import ModelFiles
+from mesh.model_text.model_files import ModelFiles
 
 _MAX_CONFIG_BYTES = 4 << 20
 

@@ -21,10 +21,10 @@ from gateway.observe.request_metrics import RequestMetrics
 from gateway.observe.request_trace import RequestTrace
 from gateway.routing.cluster import Cluster, Worker
 from gateway.routing.router import Need
-from mesh import metrics
 from mesh.errors import DeadlineExceeded, Overloaded, PdmeshError, Unavailable
-from mesh.log_format import about
 from mesh.messages import TokenOutput
+from mesh.telemetry import metrics
+from mesh.telemetry.log_format import about
 
 MAX_ATTEMPTS = 4
 MAX_PENDING_TOKENS = 2048

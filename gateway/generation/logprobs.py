@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesh.messages import TokenLogprobs
-from mesh.tokenizer import Tokenizer
+from mesh.model_text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""

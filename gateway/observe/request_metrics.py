@@ -1,7 +1,7 @@
 """Prometheus metrics of requests, under vLLM's names where it has one.
 
 ``model_name`` and ``engine``, which every metric of vLLM carries, are added where they are rendered
-(``mesh.metrics.identify``).
+(``mesh.telemetry.metrics.identify``).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from gateway.observe.history import History, RequestRecord
 from gateway.observe.timeline import PARTS, Arrival, Timeline
-from mesh import metrics
 from mesh.leg_timing import LegTiming
-from mesh.local_metrics import LocalCounter, LocalHistogram
 from mesh.messages import SamplingParams, SloClass
+from mesh.telemetry import metrics
+from mesh.telemetry.local_metrics import LocalCounter, LocalHistogram
 
 _SLO_CLASSES: tuple[SloClass, ...] = ("interactive", "batch")
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from gateway.observe.timeline import Arrival
 from mesh.errors import PdmeshError
-from mesh.tracing import Attributes, OpenSpan, Tracing
+from mesh.telemetry.tracing import Attributes, OpenSpan, Tracing
 
 
 class RequestTrace:

@@ -12,9 +12,9 @@ from gateway.prompts.chat_template import ChatTemplate
 from gateway.tools.format import FORMATS, ToolFormat, format_of_template, tool_pieces
 from mesh.config import ToolCallParserName
 from mesh.errors import ConfigError
-from mesh.gguf_metadata import read_gguf_metadata
-from mesh.model_files import ModelFiles
-from mesh.tokenizer import (
+from mesh.model_text.gguf import read_gguf_metadata
+from mesh.model_text.model_files import ModelFiles
+from mesh.model_text.tokenizer import (
     Tokenizer,
     load_gguf_tokenizer,
     load_hf_tokenizer,

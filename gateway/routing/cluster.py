@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.routing import router
-from mesh import metrics
 from mesh.backoff import Backoff
 from mesh.cancel import cancel_and_wait
-from mesh.cluster_view import WorkerEntry
 from mesh.config import ROLES
 from mesh.errors import PdmeshError, WorkerLost
-from mesh.links import WorkerLink
+from mesh.links.dial import WorkerLink
 from mesh.messages import (
     AnyMessage,
     LoadSnapshot,
@@ -36,6 +34,8 @@ from mesh.messages import (
     TokenOutput,
     WorkerInfo,
 )
+from mesh.registry.view import WorkerEntry
+from mesh.telemetry import metrics
 
 _logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ _LATE = metrics.counter("pdmesh:gateway_late_messages", "Messages of attempts th
 
 
 class WorkerSource(Protocol):
-    """Where the workers come from: ``mesh.registry.ClusterView``."""
+    """Where the workers come from: ``mesh.registry.view.ClusterView``."""
 
     def workers(self) -> list[WorkerEntry]:
         """All workers believed to be alive."""

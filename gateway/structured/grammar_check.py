@@ -7,8 +7,8 @@ import collections
 from concurrent.futures import ThreadPoolExecutor
 
 from mesh.errors import GrammarFailed, Overloaded
-from mesh.grammar import GrammarVocabulary, check, failing_by_name, grammar_executor
-from mesh.tokenizer import Tokenizer
+from mesh.model_text.grammar import GrammarVocabulary, check, failing_by_name, grammar_executor
+from mesh.model_text.tokenizer import Tokenizer
 
 _MAX_WAIT_S = 5.0
 """For the thread's other work too; limits keep one grammar below a second."""

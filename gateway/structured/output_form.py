@@ -1,4 +1,4 @@
-"""What a request wants its output to follow, as a grammar for ``mesh.grammar``."""
+"""What a request wants its output to follow, as a grammar for ``mesh.model_text.grammar``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mesh.tokenizer import Tokenizer
+from mesh.model_text.tokenizer import Tokenizer
 
 ToolFormatName = Literal["hermes", "llama3", "mistral"]
 

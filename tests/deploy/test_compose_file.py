@@ -20,7 +20,7 @@ import yaml
 from cli import flags
 from cli.main import build_parser
 from mesh.config import WorkerConfig
-from mesh.gpu_lease import LEASE_TTL_S
+from mesh.gpus.lease import LEASE_TTL_S
 from tests.deploy.metric_names import ROOT
 
 _VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")

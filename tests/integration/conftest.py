@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from mesh.model_files import resolve_model
+from mesh.model_text.model_files import resolve_model
 from tests.integration.prompts import BLOCK_SIZE
 from tests.integration.reference import Reference
 from tests.integration.running_cluster import RunningCluster

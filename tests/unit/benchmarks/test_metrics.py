@@ -3,7 +3,7 @@
 import math
 
 from benchmarks.metrics import change
-from mesh import metrics
+from mesh.telemetry import metrics
 
 TTFT = metrics.TIME_TO_FIRST_TOKEN
 

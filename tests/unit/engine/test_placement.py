@@ -18,12 +18,12 @@ from cli.embedded_valkey import EmbeddedValkey
 from engine.device import choose_device, missing_for_cuda
 from engine.placement import Placement, show_gpus
 from engine.start import build_engine
-from mesh import metrics
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
-from mesh.gpu_lease_table import GpuLeaseTable, Holder, host_id
-from mesh.gpu_topology import NO_GPUS
-from mesh.redis_client import open_blocking_redis
+from mesh.gpus.lease_table import GpuLeaseTable, Holder, host_id
+from mesh.gpus.topology import NO_GPUS
+from mesh.registry.redis_client import open_blocking_redis
+from mesh.telemetry import metrics
 from tests.unit.mesh.fake_nvml import FakeGpu, FakeLink, build_fake_nvml
 from tests.unit.mesh.gpu_hosts import bridged_a100, unlinked
 

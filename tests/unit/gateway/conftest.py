@@ -9,7 +9,7 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from gateway.prompts.served_model import ServedModel, load_served_model
-from mesh.model_files import resolve_model
+from mesh.model_text.model_files import resolve_model
 from tests.unit.gateway.client import Client
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster
 

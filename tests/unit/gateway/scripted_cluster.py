@@ -19,8 +19,7 @@ from gateway.main import build_runner
 from gateway.prompts.served_model import ServedModel
 from gateway.routing.cluster import Cluster
 from gateway.server_state import ServerState
-from mesh.cluster_view import WorkerEntry
-from mesh.links import WorkerServer
+from mesh.links.listen import WorkerServer
 from mesh.messages import (
     AbortRequest,
     AnyMessage,
@@ -36,6 +35,7 @@ from mesh.messages import (
     TokenOutput,
     WorkerInfo,
 )
+from mesh.registry.view import WorkerEntry
 
 _epochs = itertools.count(1)
 

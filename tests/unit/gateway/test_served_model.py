@@ -12,7 +12,7 @@ from gateway.prompts.chat_template import ChatTemplate
 from gateway.prompts.served_model import ServedModel, load_served_model
 from gateway.request.decoding import decode_chat_request
 from mesh.errors import ConfigError, InvalidRequest
-from mesh.model_files import ModelFiles, resolve_model
+from mesh.model_text.model_files import ModelFiles, resolve_model
 from tests.unit.gateway.test_tokenizer import hf_folder  # noqa: F401
 
 TURNS = [

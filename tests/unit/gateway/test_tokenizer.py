@@ -13,10 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gateway.prompts.served_model import ServedModel
 from mesh.errors import ConfigError
-from mesh.gguf_metadata import read_gguf_metadata
-from mesh.gguf_tokenizer import build_gguf_tokenizer
-from mesh.model_files import resolve_model
-from mesh.tokenizer import Tokenizer, load_gguf_tokenizer, load_hf_tokenizer
+from mesh.model_text.gguf import read_gguf_metadata
+from mesh.model_text.gguf_tokenizer import build_gguf_tokenizer
+from mesh.model_text.model_files import resolve_model
+from mesh.model_text.tokenizer import Tokenizer, load_gguf_tokenizer, load_hf_tokenizer
 
 # Made by llama.cpp (llama_tokenize, parse_special) over the packaged model, which agrees with
 # transformers wherever there is no digit after white space: transformers 5.24 drops the digit

@@ -14,7 +14,7 @@ from gateway.structured.output_form import json_rule
 from gateway.tools.format import FORMATS, ToolFormat, ToolFormatName
 from gateway.tools.grammar import ToolGrammar
 from gateway.tools.parser import ToolCallParser
-from mesh.grammar import GrammarVocabulary
+from mesh.model_text.grammar import GrammarVocabulary
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 FUNCTIONS = [

@@ -1,4 +1,4 @@
-/* The part of libnvidia-ml.so.1 that mesh/nvml.py asks, for the host that host.h describes. */
+/* The part of libnvidia-ml.so.1 that mesh/gpus/nvml.py asks, for the host that host.h describes. */
 
 #include <stddef.h>
 #include <stdio.h>

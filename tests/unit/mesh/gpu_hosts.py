@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mesh.gpu_topology import Gpu, GpuTopology
+from mesh.gpus.topology import Gpu, GpuTopology
 
 _GIB = 1 << 30
 

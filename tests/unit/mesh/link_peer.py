@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from mesh.links import WorkerServer
+from mesh.links.listen import WorkerServer
 from mesh.messages import StatusRequest
 
 

@@ -1,7 +1,8 @@
 """Both ends of a control link, recording what they are told."""
 
 from mesh.errors import PdmeshError
-from mesh.links import WorkerLink, WorkerServer
+from mesh.links.dial import WorkerLink
+from mesh.links.listen import WorkerServer
 from mesh.messages import AnyMessage, DataPlaneOffer, PeerRef
 
 EPOCH = 7

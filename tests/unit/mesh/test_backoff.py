@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from mesh.backoff import Backoff
-from mesh.rate_limited_log import RateLimitedLog
+from mesh.telemetry.rate_limited_log import RateLimitedLog
 
 
 def test_delays_double_up_to_the_cap_and_start_over() -> None:

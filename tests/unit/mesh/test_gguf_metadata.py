@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mesh.errors import ConfigError
-from mesh.gguf_metadata import read_gguf_metadata
+from mesh.model_text.gguf import read_gguf_metadata
 
 
 def _string(text: bytes) -> bytes:

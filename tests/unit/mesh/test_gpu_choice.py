@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mesh.errors import ConfigError
-from mesh.gpu_choice import choose_gpus
-from mesh.gpu_topology import GpuTopology, visible
+from mesh.gpus.choice import choose_gpus
+from mesh.gpus.topology import GpuTopology, visible
 from tests.unit.mesh.gpu_hosts import bridged_a100, dgx_h100, dgx_v100, host, unlinked
 
 

@@ -14,10 +14,10 @@ from redis import Redis
 
 from cli.embedded_valkey import EmbeddedValkey
 from mesh.errors import ConfigError, Unavailable
-from mesh.gpu_lease import GpuLease, take_gpus
-from mesh.gpu_lease_table import GpuLeaseTable, Holder, host_id
-from mesh.gpu_topology import GpuTopology
-from mesh.redis_client import open_blocking_redis
+from mesh.gpus.lease import GpuLease, take_gpus
+from mesh.gpus.lease_table import GpuLeaseTable, Holder, host_id
+from mesh.gpus.topology import GpuTopology
+from mesh.registry.redis_client import open_blocking_redis
 from tests.unit.mesh.gpu_hosts import bridged_a100, dgx_h100, host
 
 HOST = "boot-1"

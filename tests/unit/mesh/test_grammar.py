@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mesh.errors import GrammarFailed
-from mesh.grammar import MAX_GRAMMAR_BYTES, GrammarVocabulary, grammar_executor
-from mesh.model_files import resolve_model
-from mesh.tokenizer import Tokenizer, load_tokenizer
+from mesh.model_text.grammar import MAX_GRAMMAR_BYTES, GrammarVocabulary, grammar_executor
+from mesh.model_text.model_files import resolve_model
+from mesh.model_text.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mesh.errors import WorkerLost
-from mesh.links import SILENCE_S
+from mesh.links.listen import SILENCE_S
 from mesh.messages import PeerRef, StatusRequest
 from tests.unit.loop_lag import watched_loop
 from tests.unit.mesh.recording_links import EPOCH, Dialer

@@ -10,7 +10,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from mesh import metrics
 from mesh.codec import MAX_MESSAGE_BYTES, decode, encode
 from mesh.errors import (
     ConfigError,
@@ -20,8 +19,8 @@ from mesh.errors import (
     VersionMismatch,
     WorkerLost,
 )
-from mesh.link_socket import HIGH_WATER_MARK
-from mesh.links import SILENCE_S
+from mesh.links.listen import SILENCE_S
+from mesh.links.socket import HIGH_WATER_MARK
 from mesh.messages import (
     AnyMessage,
     DataPlaneOffer,
@@ -32,6 +31,7 @@ from mesh.messages import (
     StatusRequest,
     TransferNack,
 )
+from mesh.telemetry import metrics
 from tests.unit.loop_lag import watched_loop
 from tests.unit.mesh.recording_links import EPOCH, Dialer, Server
 from tests.unit.mesh.until import until

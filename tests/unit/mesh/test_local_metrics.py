@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mesh.local_metrics import LocalCounter, LocalHistogram
+from mesh.telemetry.local_metrics import LocalCounter, LocalHistogram
 
 BUCKETS = (0.01, 0.5, 1.0)
 VALUES = (0.001, 0.01, 0.0100001, 0.5, 0.7, 1.0, 1.5, 900.0)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mesh.log_format import about
 from mesh.service import setup_logging
+from mesh.telemetry.log_format import about
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mesh import metrics
+from mesh.telemetry import metrics
 
 
 def test_a_second_use_of_a_name_finds_the_first() -> None:

@@ -17,7 +17,7 @@ _GIB = 1 << 30
 _FAR = ((0, 40, 50, 50), (40, 0, 50, 50), (50, 50, 0, 40), (50, 50, 40, 0))
 _CODE = (
     "import dataclasses, json, logging; logging.basicConfig()\n"
-    "from mesh.nvml import read_topology\n"
+    "from mesh.gpus.nvml import read_topology\n"
     "print(json.dumps(dataclasses.asdict(read_topology())))"
 )
 

@@ -13,8 +13,7 @@ from redis.asyncio import Redis
 from cli.embedded_valkey import EmbeddedValkey
 from mesh.errors import ConfigError
 from mesh.messages import LoadSnapshot, WorkerGpu, WorkerInfo
-from mesh.registry import ClusterView, Registration
-from mesh.registry_keys import (
+from mesh.registry.keys import (
     HEARTBEAT_S,
     HEARTBEAT_TTL_S,
     MAX_VALUE_BYTES,
@@ -23,6 +22,8 @@ from mesh.registry_keys import (
     encode_value,
     worker_key,
 )
+from mesh.registry.registration import Registration
+from mesh.registry.view import ClusterView
 from tests.unit.loop_lag import watched_loop
 from tests.unit.mesh.until import until
 

@@ -10,16 +10,16 @@ import time
 
 import pytest
 
-import mesh.tracing
-from mesh.tracing import Tracing, open_tracing, wall_ns
+import mesh.telemetry.tracing
+from mesh.telemetry.tracing import Tracing, open_tracing, wall_ns
 
 
 def test_without_an_endpoint_nothing_is_imported() -> None:
     # The SDK's metrics are, by redis-py, wherever they are installed.
     unwanted = ("opentelemetry.exporter", "opentelemetry.proto", "opentelemetry.sdk.trace.export")
     script = (
-        "import sys, gateway.main, mesh.tracing\n"
-        "assert mesh.tracing.open_tracing('', 'gateway', 'g') is None\n"
+        "import sys, gateway.main, mesh.telemetry.tracing\n"
+        "assert mesh.telemetry.tracing.open_tracing('', 'gateway', 'g') is None\n"
         f"sys.exit(any(name.startswith({unwanted}) for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -34,7 +34,7 @@ def test_moments_become_wall_clock() -> None:
 
 
 def test_a_collector_that_is_not_there_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh.tracing, "_CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(mesh.telemetry.tracing, "_CLOSE_TIMEOUT_S", 0.1)
     tracing = open_tracing("http://127.0.0.1:9", "gateway", "g")
     assert isinstance(tracing, Tracing)
     now_s = time.monotonic()

@@ -26,7 +26,7 @@ from engine.backends.gpu.device import HostDevice
 from engine.model_config import ModelConfig
 from engine.weights import open_model
 from engine.weights.expected_tensors import check_tensors
-from mesh.model_files import resolve_model
+from mesh.model_text.model_files import resolve_model
 from tests.unit.engine.tiny_llama import TinyLlama, random_prompt
 
 CPU = torch.device("cpu")

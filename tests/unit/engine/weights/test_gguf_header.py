@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine.weights import open_model
 from engine.weights.gguf_header import read_gguf_header
 from mesh.errors import ConfigError
-from mesh.model_files import ModelFiles, resolve_model
+from mesh.model_text.model_files import ModelFiles, resolve_model
 from tests.unit.engine.weights.gguf_file import write_gguf
 
 _U32, _U64, _F32, _STRING, _ARRAY = 4, 10, 6, 8, 9

@@ -17,7 +17,7 @@ from engine.model_config import ModelConfig
 from engine.weights import WeightSource, expected_tensors, open_model
 from engine.weights.gguf_source import GgufSource
 from mesh.errors import ConfigError
-from mesh.model_files import ModelFiles, resolve_model
+from mesh.model_text.model_files import ModelFiles, resolve_model
 from tests.unit.engine.weights.conftest import ARCHITECTURES
 from tests.unit.engine.weights.gguf_file import write_gguf
 from tests.unit.engine.weights.hf_tensors import hf_tensors

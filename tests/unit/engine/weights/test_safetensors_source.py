@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.weights import expected_tensors, open_model
 from engine.weights.safetensors_source import SafetensorsSource
 from mesh.errors import ConfigError
-from mesh.model_files import ModelFiles
+from mesh.model_text.model_files import ModelFiles
 from tests.unit.engine.weights.conftest import ARCHITECTURES
 from tests.unit.engine.weights.hf_tensors import hf_tensors
 

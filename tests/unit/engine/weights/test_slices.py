@@ -20,7 +20,7 @@ from engine.weights import open_model
 from engine.weights.expected_tensors import expected_tensors
 from engine.weights.safetensors_source import SafetensorsSource
 from mesh.errors import ConfigError
-from mesh.model_files import resolve_model
+from mesh.model_text.model_files import resolve_model
 
 _SHAPE = {
     "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mesh.gpu_topology import NO_COMMON_ANCESTOR, NO_GPUS, Gpu, GpuTopology
+from mesh.gpus.topology import NO_COMMON_ANCESTOR, NO_GPUS, Gpu, GpuTopology
 
 _Value = TypeVar("_Value")
 

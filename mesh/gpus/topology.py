@@ -1,4 +1,4 @@
-"""Which GPUs a host has and how they are linked; plain data, filled by ``mesh.nvml``."""
+"""Which GPUs a host has and how they are linked; plain data, filled by ``mesh.gpus.nvml``."""
 
 from __future__ import annotations
 

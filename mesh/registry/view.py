@@ -20,9 +20,7 @@ from mesh.backoff import Backoff
 from mesh.cancel import cancel_and_wait
 from mesh.errors import ProtocolError
 from mesh.messages import LoadSnapshot, WorkerInfo
-from mesh.rate_limited_log import RateLimitedLog
-from mesh.redis_client import REDIS_ERRORS, REDIS_TIMEOUT_S, open_redis
-from mesh.registry_keys import (
+from mesh.registry.keys import (
     HEARTBEAT_S,
     HEARTBEAT_TTL_S,
     LOAD_CHANNEL,
@@ -36,6 +34,8 @@ from mesh.registry_keys import (
     load_key,
     worker_key,
 )
+from mesh.registry.redis_client import REDIS_ERRORS, REDIS_TIMEOUT_S, open_redis
+from mesh.telemetry.rate_limited_log import RateLimitedLog
 
 _logger = logging.getLogger(__name__)
 

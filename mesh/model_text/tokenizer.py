@@ -17,9 +17,9 @@ from typing import Any
 import tokenizers
 
 from mesh.errors import ConfigError
-from mesh.gguf_metadata import read_gguf_metadata
-from mesh.gguf_tokenizer import build_gguf_tokenizer
-from mesh.model_files import ModelFiles
+from mesh.model_text.gguf import read_gguf_metadata
+from mesh.model_text.gguf_tokenizer import build_gguf_tokenizer
+from mesh.model_text.model_files import ModelFiles
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 

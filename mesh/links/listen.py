@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import zmq
 
-from mesh import metrics
 from mesh.codec import decode, encode
 from mesh.errors import (
     ConfigError,
@@ -27,9 +26,10 @@ from mesh.errors import (
     VersionMismatch,
     WorkerLost,
 )
-from mesh.link_socket import LinkSocket, SocketEvent
+from mesh.links.socket import LinkSocket, SocketEvent
 from mesh.messages import AnyMessage, DataPlaneOffer, Hello, Ping, Pong, Refused, Welcome
-from mesh.rate_limited_log import RateLimitedLog
+from mesh.telemetry import metrics
+from mesh.telemetry.rate_limited_log import RateLimitedLog
 
 PING_INTERVAL_S = 0.25
 SILENCE_S = 2.0

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from mesh import metrics
 from mesh.codec import decode, encode
 from mesh.errors import (
     IncompatiblePeer,
@@ -26,10 +25,11 @@ from mesh.errors import (
     VersionMismatch,
     WorkerLost,
 )
-from mesh.link_socket import LinkSocket, SocketEvent
+from mesh.links.listen import PING_INTERVAL_S, SILENCE_S
+from mesh.links.socket import LinkSocket, SocketEvent
 from mesh.messages import AnyMessage, DataPlaneOffer, Hello, PeerRef, Ping, Pong, Refused, Welcome
-from mesh.rate_limited_log import RateLimitedLog
-from mesh.worker_server import PING_INTERVAL_S, SILENCE_S
+from mesh.telemetry import metrics
+from mesh.telemetry.rate_limited_log import RateLimitedLog
 
 _logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import combinations
 
-from mesh.gpu_topology import Gpu, GpuTopology
+from mesh.gpus.topology import Gpu, GpuTopology
 
 _BUSY_SHARE = 0.05
 """A GPU with more of its memory in use than this, and no lease, computes for a stranger."""

@@ -24,11 +24,11 @@ from collections.abc import Callable, Mapping, Sequence
 from redis import Redis
 
 from mesh.errors import ConfigError, Unavailable
-from mesh.gpu_choice import choose_gpus
-from mesh.gpu_lease_table import GpuLeaseTable, Holder
-from mesh.gpu_topology import GpuTopology
-from mesh.rate_limited_log import RateLimitedLog
-from mesh.redis_client import REDIS_ERRORS
+from mesh.gpus.choice import choose_gpus
+from mesh.gpus.lease_table import GpuLeaseTable, Holder
+from mesh.gpus.topology import GpuTopology
+from mesh.registry.redis_client import REDIS_ERRORS
+from mesh.telemetry.rate_limited_log import RateLimitedLog
 
 LEASE_TTL_S = 10.0
 RENEW_S = 2.0

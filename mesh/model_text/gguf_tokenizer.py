@@ -62,7 +62,7 @@ _WHOLE_WORDS_FIRST = frozenset(
 
 
 def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """Build the tokenizer; it adds no BOS by itself (see ``mesh.tokenizer``).
+    """Build the tokenizer; it adds no BOS by itself (see ``mesh.model_text.tokenizer``).
 
     Raises:
         ConfigError: the vocabulary is missing or of a family pdmesh does not know.

@@ -13,9 +13,7 @@ from mesh.backoff import Backoff
 from mesh.cancel import cancel_and_wait
 from mesh.errors import ProtocolError
 from mesh.messages import LoadSnapshot, WorkerInfo
-from mesh.rate_limited_log import RateLimitedLog
-from mesh.redis_client import REDIS_ERRORS, open_redis
-from mesh.registry_keys import (
+from mesh.registry.keys import (
     HEARTBEAT_S,
     HEARTBEAT_TTL_S,
     LOAD_CHANNEL,
@@ -29,6 +27,8 @@ from mesh.registry_keys import (
     load_key,
     worker_key,
 )
+from mesh.registry.redis_client import REDIS_ERRORS, open_redis
+from mesh.telemetry.rate_limited_log import RateLimitedLog
 
 _CLOSE_TIMEOUT_S = 1.0
 _TTL_MS = int(HEARTBEAT_TTL_S * 1000)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from mesh.errors import GrammarFailed
-from mesh.tokenizer import Tokenizer
+from mesh.model_text.tokenizer import Tokenizer
 
 _logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from prometheus_client import (
 )
 from prometheus_client.registry import Collector
 
-from mesh.local_metrics import LocalCounter
+from mesh.telemetry.local_metrics import LocalCounter
 
 _IDENTITY: dict[str, str] = {}
 _IDENTIFIED = ("vllm:", "pdmesh:request_")

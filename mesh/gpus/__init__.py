@@ -1,0 +1,1 @@
+"""The GPUs of a host: what they are, how they are linked, and who leases them."""

@@ -1,0 +1,1 @@
+"""Connections between processes: one side dials, the other listens."""
