@@ -35,11 +35,11 @@ from benchmarks.transfer_peer import (
     wait_for,
 )
 from kvtransfer.events import Committed
-from kvtransfer.factory import make_transport
-from kvtransfer.nixl_agent import NixlAgent
-from kvtransfer.nixl_library import load_nixl
-from kvtransfer.pool import BlockMemory
-from kvtransfer.receiver import TransferReceiver
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.receiver.receiver import TransferReceiver
+from kvtransfer.transports.factory import make_transport
+from kvtransfer.transports.ucx.agent import NixlAgent
+from kvtransfer.transports.ucx.library import load_nixl
 from mesh import codec
 from mesh.errors import PdmeshError
 from mesh.messages import PeerRef

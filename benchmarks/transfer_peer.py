@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.events import SendDone, SendFailed
-from kvtransfer.factory import make_transport
-from kvtransfer.nixl_agent import NixlAgent
-from kvtransfer.nixl_library import load_nixl
-from kvtransfer.pool import BlockMemory
-from kvtransfer.sender import TransferSender
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.sender.sender import TransferSender
+from kvtransfer.transports.factory import make_transport
+from kvtransfer.transports.ucx.agent import NixlAgent
+from kvtransfer.transports.ucx.library import load_nixl
 from mesh import codec
 from mesh.errors import PdmeshError
 

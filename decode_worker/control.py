@@ -26,11 +26,11 @@ from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
 from engine.worker_spans import log_failure, log_leg, open_spans
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
-from kvtransfer.rank_messages import ReceiveReport
-from kvtransfer.rank_names import by_worker
-from kvtransfer.ranked_receiver import RankedReceiver
-from kvtransfer.remote_receiver import RemoteReceiver
-from kvtransfer.transfer_metrics import ReceiveMetrics
+from kvtransfer.metrics import ReceiveMetrics
+from kvtransfer.ranks.messages import ReceiveReport
+from kvtransfer.ranks.names import by_worker
+from kvtransfer.ranks.receiver import RankedReceiver
+from kvtransfer.ranks.remote_receiver import RemoteReceiver
 from mesh.config import WorkerConfig
 from mesh.errors import IncompatiblePeer, PdmeshError, TransferFailed
 from mesh.messages import (

@@ -12,8 +12,8 @@ from engine.engine import Engine
 from engine.tensor_parallel.follower import run_follower
 from engine.tensor_parallel.rank_setup import RankSetup
 from engine.tensor_parallel.step_progress import StepProgress
-from kvtransfer.rank_messages import Outgoing, ReceiveCommand
-from kvtransfer.remote_receiver import ReceiverSide
+from kvtransfer.ranks.messages import Outgoing, ReceiveCommand
+from kvtransfer.ranks.remote_receiver import ReceiverSide
 from mesh.messages import TransferMessage
 
 

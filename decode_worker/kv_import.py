@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.engine import Engine
 from kvtransfer.data_plane import DataPlane, open_data_plane
 from kvtransfer.outbox import Send
-from kvtransfer.receiver import TransferReceiver
+from kvtransfer.receiver.receiver import TransferReceiver
 from mesh.config import WorkerConfig
 
 NICENESS = 5

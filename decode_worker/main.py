@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from engine.placement import Placement, run_placed
-from kvtransfer.rank_messages import ReceiveReport
+from kvtransfer.ranks.messages import ReceiveReport
 from mesh.config import WorkerConfig
 from mesh.service import process_epoch, run_service, setup_logging
 from mesh.threads import configure_threads

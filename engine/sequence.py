@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.constraint import Constraint
 from mesh.messages import FinishReason, SamplingParams, SloClass
+from mesh.transitions import between_states
 
 _PATIENCE_S: dict[SloClass, float] = {"interactive": 0.0, "batch": 60.0}
 """Batch work yields to interactive work that arrives up to this much later."""
@@ -34,17 +35,16 @@ class SequenceState(enum.Enum):
     FINISHED = enum.auto()
 
 
-_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
-    SequenceState.WAITING: frozenset(
-        {SequenceState.RUNNING, SequenceState.WAITING_FOR_KV, SequenceState.FINISHED}
-    ),
-    SequenceState.WAITING_FOR_KV: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
-    SequenceState.RUNNING: frozenset(
-        {SequenceState.WAITING, SequenceState.SENDING, SequenceState.FINISHED}
-    ),
-    SequenceState.SENDING: frozenset({SequenceState.FINISHED}),
-    SequenceState.FINISHED: frozenset(),
-}
+_S = SequenceState
+
+_TRANSITIONS = between_states(
+    {
+        _S.WAITING: (_S.RUNNING, _S.WAITING_FOR_KV, _S.FINISHED),
+        _S.WAITING_FOR_KV: (_S.RUNNING, _S.FINISHED),
+        _S.RUNNING: (_S.WAITING, _S.SENDING, _S.FINISHED),
+        _S.SENDING: (_S.FINISHED,),
+    }
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,11 +96,9 @@ class Sequence:
         """Change state.
 
         Raises:
-            RuntimeError: the transition table has no such edge.
+            IllegalTransition: the transition table has no such edge.
         """
-        if state not in _TRANSITIONS[self.state]:
-            raise RuntimeError(f"sequence {self.transfer_id}: {self.state.name} → {state.name}")
-        self.state = state
+        self.state = _TRANSITIONS.next(self.state, state)
 
     @property
     def urgency(self) -> tuple[int, float]:

@@ -6,15 +6,15 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvtransfer.factory import make_transport
-from kvtransfer.faults import Faults, FaultySend, FaultyTransport
-from kvtransfer.layout import BlockLayout, Heads
+from kvtransfer.memory.layout import BlockLayout, Heads
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.memory.staging import StagingBlocks
 from kvtransfer.outbox import Send
-from kvtransfer.pool import BlockMemory
-from kvtransfer.rank_names import rank_peer
-from kvtransfer.shm_transport import host_id
-from kvtransfer.staging import StagingBlocks
-from kvtransfer.transport import Transport
+from kvtransfer.ranks.names import rank_peer
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.factory import make_transport
+from kvtransfer.transports.fault_injection import Faults, FaultySend, FaultyTransport
+from kvtransfer.transports.socket.shm import host_id
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
 from mesh.messages import DataPlaneOffer

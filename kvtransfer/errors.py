@@ -1,11 +1,10 @@
 """Errors of the transfer package, under the project's tree.
 
 TransferFailed (mesh.errors)
-├── TransportError      the data plane refused or broke
-│   ├── PeerLost        the peer (or the agent it wrote to) is gone: no write is in flight any more
-│   │   └── Unreachable not one write got through: another transport might reach it
-│   └── BadAddress      a data-plane address we do not accept
-└── IllegalTransition   a state machine was driven wrongly: a bug of ours, never a peer's doing
+└── TransportError      the data plane refused or broke
+    ├── PeerLost        the peer (or the agent it wrote to) is gone: no write is in flight any more
+    │   └── Unreachable not one write got through: another transport might reach it
+    └── BadAddress      a data-plane address we do not accept
 """
 
 from __future__ import annotations
@@ -35,12 +34,6 @@ class BadAddress(TransportError):
     """An address that is malformed, too large or of another geometry."""
 
     code = "bad_address"
-
-
-class IllegalTransition(TransferFailed):
-    """An event that the transition table does not allow in this state."""
-
-    code = "illegal_transition"
 
 
 WRITE_ABORTED = "write_aborted"

@@ -18,7 +18,8 @@ the first byte was sent.
     │   ├── IncompatiblePeer  two workers that can't exchange KV; the gateway pairs others
     │   │   └── VersionMismatch
     │   └── MessageTooLarge
-    └── ConfigError                a flag, file or environment value is wrong
+    ├── ConfigError                a flag, file or environment value is wrong
+    └── IllegalTransition          a state machine was driven wrongly: a bug of ours, never a peer's
 """
 
 
@@ -133,3 +134,9 @@ class ConfigError(PdmeshError):
     """A flag, file or environment value is wrong; the message names it."""
 
     code = "config_error"
+
+
+class IllegalTransition(PdmeshError):
+    """An event that the transition table does not allow in this state."""
+
+    code = "illegal_transition"

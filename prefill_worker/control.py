@@ -15,11 +15,11 @@ from engine.worker_runtime import WorkerRuntime
 from engine.worker_snapshot import with_transfers
 from engine.worker_spans import log_failure, log_leg, open_spans
 from kvtransfer.events import SendDone, SenderEvent, SendFailed
-from kvtransfer.rank_messages import SendReport
-from kvtransfer.rank_names import by_worker
-from kvtransfer.ranked_sender import RankedSender
-from kvtransfer.remote_sender import RemoteSender
-from kvtransfer.transfer_metrics import TransferMetrics
+from kvtransfer.metrics import TransferMetrics
+from kvtransfer.ranks.messages import SendReport
+from kvtransfer.ranks.names import by_worker
+from kvtransfer.ranks.remote_sender import RemoteSender
+from kvtransfer.ranks.sender import RankedSender
 from mesh.config import WorkerConfig
 from mesh.messages import (
     AbortRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.engine import Engine
 from kvtransfer.data_plane import DataPlane, open_data_plane
 from kvtransfer.outbox import Send
-from kvtransfer.sender import TransferSender
+from kvtransfer.sender.sender import TransferSender
 from mesh.config import WorkerConfig
 
 NICENESS = 10

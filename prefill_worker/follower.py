@@ -11,8 +11,8 @@ from engine.engine import Engine
 from engine.tensor_parallel.follower import run_follower
 from engine.tensor_parallel.rank_setup import RankSetup
 from engine.tensor_parallel.step_progress import StepProgress
-from kvtransfer.rank_messages import Outgoing, SendCommand
-from kvtransfer.remote_sender import SenderSide
+from kvtransfer.ranks.messages import Outgoing, SendCommand
+from kvtransfer.ranks.remote_sender import SenderSide
 from mesh.messages import TransferMessage
 from prefill_worker.export import NICENESS, make_sender, open_rank
 

@@ -36,6 +36,7 @@ from mesh.messages import (
     RequestFailed,
     TokenOutput,
 )
+from mesh.transitions import between_states
 
 MAX_OVERTAKING_OUTPUTS = 1024
 """Decode outputs kept while the prefill worker's token is on its way."""
@@ -49,13 +50,12 @@ class _State(enum.Enum):
     ABORTED = "aborted"
 
 
-_TRANSITIONS: dict[_State, tuple[_State, ...]] = {
-    _State.NEW: (_State.RUNNING,),
-    _State.RUNNING: (_State.FINISHED, _State.FAILED, _State.ABORTED),
-    _State.FINISHED: (),
-    _State.FAILED: (),
-    _State.ABORTED: (),
-}
+_TRANSITIONS = between_states(
+    {
+        _State.NEW: (_State.RUNNING,),
+        _State.RUNNING: (_State.FINISHED, _State.FAILED, _State.ABORTED),
+    }
+)
 
 
 class AttemptOwner(Protocol):
@@ -243,5 +243,4 @@ class Attempt:
             worker.send(message)
 
     def _move(self, state: _State) -> None:
-        assert state in _TRANSITIONS[self._state], f"{self._state} -> {state}"
-        self._state = state
+        self._state = _TRANSITIONS.next(self._state, state)

@@ -30,6 +30,7 @@ from mesh.links.socket import LinkSocket, SocketEvent
 from mesh.messages import AnyMessage, DataPlaneOffer, Hello, PeerRef, Ping, Pong, Refused, Welcome
 from mesh.telemetry import metrics
 from mesh.telemetry.rate_limited_log import RateLimitedLog
+from mesh.transitions import between_states
 
 _logger = logging.getLogger(__name__)
 
@@ -41,12 +42,13 @@ class _State(enum.Enum):
     DOWN = "down"
 
 
-_TRANSITIONS: dict[_State, tuple[_State, ...]] = {
-    _State.NEW: (_State.CONNECTING, _State.DOWN),
-    _State.CONNECTING: (_State.UP, _State.DOWN),
-    _State.UP: (_State.DOWN,),
-    _State.DOWN: (),
-}
+_TRANSITIONS = between_states(
+    {
+        _State.NEW: (_State.CONNECTING, _State.DOWN),
+        _State.CONNECTING: (_State.UP, _State.DOWN),
+        _State.UP: (_State.DOWN,),
+    }
+)
 
 
 class WorkerLink:
@@ -245,8 +247,7 @@ class WorkerLink:
             self._socket = None
 
     def _move(self, state: _State) -> None:
-        assert state in _TRANSITIONS[self._state], f"{self._state} -> {state}"
-        self._state = state
+        self._state = _TRANSITIONS.next(self._state, state)
 
     def _name(self) -> str:
         return f"{self.remote.worker_id} (epoch {self.remote.epoch})"

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, SendDone, SendFailed
-from kvtransfer.factory import make_transport
-from kvtransfer.inproc_transport import InprocFabric
-from kvtransfer.layout import BlockLayout
-from kvtransfer.pool import BlockMemory
-from kvtransfer.receiver import TransferReceiver
-from kvtransfer.sender import TransferSender
-from kvtransfer.staging import StagingBlocks
-from kvtransfer.transport import Transport
+from kvtransfer.memory.layout import BlockLayout
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.memory.staging import StagingBlocks
+from kvtransfer.receiver.receiver import TransferReceiver
+from kvtransfer.sender.sender import TransferSender
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.factory import make_transport
+from kvtransfer.transports.inproc import InprocFabric
 from mesh import codec
 from mesh.messages import AnyMessage, PeerRef
 

@@ -15,21 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.events import ReceiverEvent, SenderEvent
-from kvtransfer.layout import BlockLayout, heads_of_rank
-from kvtransfer.rank_messages import (
+from kvtransfer.memory.layout import BlockLayout, heads_of_rank
+from kvtransfer.ranks.messages import (
     Outgoing,
     ReceiveCommand,
     ReceiveReport,
     SendCommand,
     SendReport,
 )
-from kvtransfer.rank_names import by_worker, rank_peer
-from kvtransfer.ranked_receiver import RankedReceiver
-from kvtransfer.ranked_sender import RankedSender
-from kvtransfer.receiver import TransferReceiver
-from kvtransfer.remote_receiver import ReceiverSide, RemoteReceiver
-from kvtransfer.remote_sender import RemoteSender, SenderSide
-from kvtransfer.sender import TransferSender
+from kvtransfer.ranks.names import by_worker, rank_peer
+from kvtransfer.ranks.receiver import RankedReceiver
+from kvtransfer.ranks.remote_receiver import ReceiverSide, RemoteReceiver
+from kvtransfer.ranks.remote_sender import RemoteSender, SenderSide
+from kvtransfer.ranks.sender import RankedSender
+from kvtransfer.receiver.receiver import TransferReceiver
+from kvtransfer.sender.sender import TransferSender
 from mesh import codec
 from mesh.messages import PeerRef, TransferMessage
 from tests.conformance.cluster import FINGERPRINT, LEASE_S, NUM_BLOCKS, Cluster

@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 
-from kvtransfer.factory import make_transport
-from kvtransfer.pool import BlockMemory
-from kvtransfer.receiver import TransferReceiver
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.receiver.receiver import TransferReceiver
+from kvtransfer.transports.factory import make_transport
 from mesh.messages import AnyMessage, PeerRef
 from tests.conformance.cluster import FINGERPRINT
 from tests.conformance.sender_process import pack

@@ -14,9 +14,9 @@ import sys
 
 import numpy as np
 
-from kvtransfer.factory import make_transport
-from kvtransfer.pool import BlockMemory
-from kvtransfer.sender import TransferSender
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.sender.sender import TransferSender
+from kvtransfer.transports.factory import make_transport
 from mesh import codec
 from mesh.messages import AnyMessage, Grant
 from tests.conformance.cluster import FINGERPRINT

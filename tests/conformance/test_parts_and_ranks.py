@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtransfer.encoding import GROUP
 from kvtransfer.events import Committed
-from kvtransfer.layout import BlockLayout, Heads, heads_of_rank, sources_of_rank
-from kvtransfer.rank_group import RankGroup, member_id
+from kvtransfer.memory.compression import GROUP
+from kvtransfer.memory.layout import BlockLayout, Heads, heads_of_rank, sources_of_rank
+from kvtransfer.ranks.names import member_id
+from kvtransfer.ranks.receive_group import RankGroup
 from tests.conformance.cluster import NUM_BLOCKS, Cluster, Node, committed, failures, sent
 
 NUM_ROWS, HEAD_BYTES = 6, 320

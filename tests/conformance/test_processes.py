@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
-from kvtransfer.factory import make_transport
-from kvtransfer.pool import BlockMemory
-from kvtransfer.receiver import TransferReceiver
-from kvtransfer.sender import TransferSender
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.receiver.receiver import TransferReceiver
+from kvtransfer.sender.sender import TransferSender
+from kvtransfer.transports.factory import make_transport
 from mesh.messages import AnyMessage, Grant, PeerRef
 from tests.conformance.cluster import FINGERPRINT
 from tests.conformance.conftest import UCX

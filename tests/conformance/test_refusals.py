@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtransfer.pieces import PieceSize
-from kvtransfer.transport import Connection, Write
+from kvtransfer.memory.segments import PieceSize
+from kvtransfer.transports.base import Connection, Write
 from mesh import codec
 from mesh.messages import ChunkHeader, Grant, LeaseRenew
 from tests.conformance.cluster import Cluster, Node, committed, failures, released, sent

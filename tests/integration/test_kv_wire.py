@@ -11,7 +11,7 @@ import torch
 from engine.backends.cpu.backend import CpuBackend
 from engine.batch import BatchInputs
 from engine.engine import Engine
-from kvtransfer.encoding import decode_pieces, encode_pieces
+from kvtransfer.memory.compression import decode_pieces, encode_pieces
 from mesh.config import KVDtype, Weights, WorkerConfig
 from tests.integration.prompts import BLOCK_SIZE
 

@@ -10,6 +10,7 @@ from engine.block_pool import BlockPool
 from engine.scheduler import MAX_PASSED, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step_plan import StepPlan
+from mesh.errors import IllegalTransition
 from tests.unit.engine.tiny_llama import new_sequence
 
 
@@ -236,7 +237,7 @@ def test_a_transition_that_is_not_in_the_table_raises(
 ) -> None:
     sequence = new_sequence([1])
     sequence.state = before
-    with pytest.raises(RuntimeError, match=f"{before.name} → {after.name}"):
+    with pytest.raises(IllegalTransition, match=f"{after.name} is not allowed in {before.name}"):
         sequence.move(after)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtransfer.address import pack_address, unpack_address
 from kvtransfer.errors import PeerLost
-from kvtransfer.pieces import PieceSize
-from kvtransfer.pool import BlockMemory
-from kvtransfer.transport import Arrival, Connection, Transport, Write
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.memory.segments import PieceSize
+from kvtransfer.transports.address import pack_address, unpack_address
+from kvtransfer.transports.base import Arrival, Connection, Transport, Write
 
 NAME = "simulated"
 

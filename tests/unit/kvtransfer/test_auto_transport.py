@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtransfer.address import pack_address, transport_of
-from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.errors import BadAddress, PeerLost, TransportError, Unreachable
-from kvtransfer.pool import BlockMemory
-from kvtransfer.shm_transport import host_id
-from kvtransfer.socket_connection import SocketConnection
-from kvtransfer.transport import Write
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.transports.address import pack_address, transport_of
+from kvtransfer.transports.auto import AutoTransport
+from kvtransfer.transports.base import Write
+from kvtransfer.transports.socket.dial import SocketConnection
+from kvtransfer.transports.socket.shm import host_id
 
 ALL = ("shm", "ucx", "tcp")
 

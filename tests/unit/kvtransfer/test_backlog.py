@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvtransfer.backlog import MAX_BACKLOG_BYTES, Backlog
-from kvtransfer.layout import BlockLayout, plan_write
 from kvtransfer.lease import Lease
-from kvtransfer.sender_state import Outgoing, SendState
+from kvtransfer.memory.layout import BlockLayout, plan_write
+from kvtransfer.sender.backlog import MAX_BACKLOG_BYTES, Backlog
+from kvtransfer.sender.state import Outgoing, SendState
 
 BLOCK_BYTES = MAX_BACKLOG_BYTES // 8
 LAYOUT = BlockLayout.opaque(BLOCK_BYTES)

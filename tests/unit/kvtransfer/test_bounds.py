@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvtransfer.held_grants import HeldGrants
 from kvtransfer.lease import MAX_LEASE_S, MIN_LEASE_S, Lease, RenewalTimer
 from kvtransfer.outbox import Outbox
-from kvtransfer.tombstones import Tombstones
+from kvtransfer.sender.closed_transfers import Tombstones
+from kvtransfer.sender.held_grants import HeldGrants
 from mesh.messages import Grant, TransferAck, TransferMessage, TransferNack
 
 

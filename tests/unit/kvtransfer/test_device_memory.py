@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.data_plane import open_data_plane
 from kvtransfer.errors import TransportError
-from kvtransfer.nixl_library import MODULES
-from kvtransfer.pool import BlockMemory
-from kvtransfer.shm_transport import ShmTransport
-from kvtransfer.tcp_transport import TcpTransport
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.transports.auto import AutoTransport
+from kvtransfer.transports.socket.shm import ShmTransport
+from kvtransfer.transports.socket.tcp import TcpTransport
+from kvtransfer.transports.ucx.library import MODULES
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
 

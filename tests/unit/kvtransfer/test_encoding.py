@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtransfer.encoding import GROUP, decode_pieces, encode_pieces, encoded_size
+from kvtransfer.memory.compression import GROUP, decode_pieces, encode_pieces, encoded_size
 
 STRIDE = GROUP * 4 * 3
 

@@ -6,10 +6,16 @@ import msgpack
 import pytest
 import xxhash
 
-from kvtransfer.address import pack_address, unpack_address
-from kvtransfer.frame import FRAME_VERSION, GREETING, MAGIC, RECEIPT, pack_frame_head
-from kvtransfer.pieces import PieceSize
-from kvtransfer.pool import BlockMemory
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.memory.segments import PieceSize
+from kvtransfer.transports.address import pack_address, unpack_address
+from kvtransfer.transports.socket.frame import (
+    FRAME_VERSION,
+    GREETING,
+    MAGIC,
+    RECEIPT,
+    pack_frame_head,
+)
 from mesh import codec
 from mesh.errors import ProtocolError, VersionMismatch
 from mesh.messages import (

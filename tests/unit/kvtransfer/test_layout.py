@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.layout import (
+from kvtransfer.memory.layout import (
     BlockLayout,
     Heads,
     heads_of_rank,
@@ -16,7 +16,7 @@ from kvtransfer.layout import (
     plan_write,
     sources_of_rank,
 )
-from kvtransfer.pieces import copy_pieces, digest_blocks
+from kvtransfer.memory.segments import copy_pieces, digest_blocks
 
 RANKS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtransfer.permits import Permits
-from kvtransfer.pieces import PieceSize
+from kvtransfer.memory.segments import PieceSize
+from kvtransfer.transports.write_grants import Permits
 
 WHOLE, HALF = PieceSize(16, 16), PieceSize(8, 8)
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.address import pack_address, unpack_address
 from kvtransfer.errors import BadAddress
-from kvtransfer.pool import BlockMemory
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.transports.address import pack_address, unpack_address
 
 
 class FakeDeviceArray:

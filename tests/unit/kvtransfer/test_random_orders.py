@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
-from kvtransfer.layout import BlockLayout, Heads
-from kvtransfer.pool import BlockMemory
-from kvtransfer.receiver import TransferReceiver
-from kvtransfer.sender import TransferSender
+from kvtransfer.memory.layout import BlockLayout, Heads
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.receiver.receiver import TransferReceiver
+from kvtransfer.sender.sender import TransferSender
 from mesh import codec
 from mesh.messages import AnyMessage, PeerRef
 from tests.unit.kvtransfer.simulated_transport import (

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, ReceiverEvent
-from kvtransfer.rank_group import GroupState, RankGroup, member_id
+from kvtransfer.ranks.names import member_id
+from kvtransfer.ranks.receive_group import GroupState, RankGroup
 from mesh.messages import PrefillDone
 
 BLOCKS = (3, 4)

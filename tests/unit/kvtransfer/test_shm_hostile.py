@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from kvtransfer.address import unpack_address
 from kvtransfer.errors import TransportError
-from kvtransfer.frame import FRAME_VERSION, GREETING, MAGIC, pack_frame_head
-from kvtransfer.pieces import PieceSize
-from kvtransfer.pool import BlockMemory
-from kvtransfer.shm_transport import ShmEndpointName, ShmTransport
-from kvtransfer.transport import Arrival
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.memory.segments import PieceSize
+from kvtransfer.transports.address import unpack_address
+from kvtransfer.transports.base import Arrival
+from kvtransfer.transports.socket.frame import FRAME_VERSION, GREETING, MAGIC, pack_frame_head
+from kvtransfer.transports.socket.shm import ShmEndpointName, ShmTransport
 from mesh.shared_mapping import SharedMapping
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.errors import IllegalTransition
-from kvtransfer.rank_group import GROUP_TRANSITIONS, GroupState, GroupTrigger
-from kvtransfer.receiver_state import RECEIVE_TRANSITIONS, ReceiveState, ReceiveTrigger
-from kvtransfer.sender_state import SEND_TRANSITIONS, SendState, SendTrigger
+from kvtransfer.ranks.receive_group import GROUP_TRANSITIONS, GroupState, GroupTrigger
+from kvtransfer.receiver.state import RECEIVE_TRANSITIONS, ReceiveState, ReceiveTrigger
+from kvtransfer.sender.state import SEND_TRANSITIONS, SendState, SendTrigger
+from mesh.errors import IllegalTransition
 
 TABLES = [
     (RECEIVE_TRANSITIONS, ReceiveState, ReceiveTrigger, {"COMMITTED", "RELEASED"}, "OPENING"),

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvtransfer.address import pack_address, unpack_address
 from kvtransfer.errors import BadAddress, PeerLost
-from kvtransfer.frame import FRAME_VERSION, GREETING, MAGIC, pack_frame_head
-from kvtransfer.pieces import PieceSize
-from kvtransfer.pool import BlockMemory
-from kvtransfer.tcp_transport import TcpEndpointName, TcpTransport
-from kvtransfer.transport import Arrival
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.memory.segments import PieceSize
+from kvtransfer.transports.address import pack_address, unpack_address
+from kvtransfer.transports.base import Arrival
+from kvtransfer.transports.socket.frame import FRAME_VERSION, GREETING, MAGIC, pack_frame_head
+from kvtransfer.transports.socket.tcp import TcpEndpointName, TcpTransport
 
 BLOCK = b"evil" * 4
 WHOLE = PieceSize(16, 16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtransfer.transfer_time import TransferTime
+from kvtransfer.sender.transfer_time import TransferTime
 
 
 def test_what_overlaps_the_prefill_is_hidden() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvtransfer.errors import WRITE_ABORTED
 from kvtransfer.events import BlocksReleased, ReceiveFailed
-from kvtransfer.pool import BlockMemory
-from kvtransfer.receiver import TransferReceiver
-from kvtransfer.sender import TransferSender
+from kvtransfer.memory.pool import BlockMemory
+from kvtransfer.receiver.receiver import TransferReceiver
+from kvtransfer.sender.sender import TransferSender
 from mesh.messages import PeerRef, TransferNack
 from tests.unit.kvtransfer.simulated_transport import SimulatedNetwork, SimulatedTransport
 

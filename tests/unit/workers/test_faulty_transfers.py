@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from kvtransfer.faults import Faults
+from kvtransfer.transports.fault_injection import Faults
 from tests.unit.engine.tiny_llama import TinyLlama, random_prompt
 from tests.unit.workers.worker_pair import WorkerPair
 

@@ -15,15 +15,15 @@ import prefill_worker.loop as p
 from engine.engine import Engine
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, SendFailed
-from kvtransfer.factory import make_transport
-from kvtransfer.faults import Faults, FaultySend, FaultyTransport
-from kvtransfer.inproc_transport import InprocFabric
-from kvtransfer.layout import BlockLayout, Heads
+from kvtransfer.memory.layout import BlockLayout, Heads
+from kvtransfer.memory.pool import BlockMemory
 from kvtransfer.outbox import Send
-from kvtransfer.pool import BlockMemory
-from kvtransfer.receiver import TransferReceiver
-from kvtransfer.sender import TransferSender
-from kvtransfer.transport import Transport
+from kvtransfer.receiver.receiver import TransferReceiver
+from kvtransfer.sender.sender import TransferSender
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.factory import make_transport
+from kvtransfer.transports.fault_injection import Faults, FaultySend, FaultyTransport
+from kvtransfer.transports.inproc import InprocFabric
 from mesh.errors import TransferFailed
 from mesh.messages import (
     DecodeRequest,

@@ -1,4 +1,4 @@
-"""KV compressed on the wire, in the form of ``kvtransfer.encoding``: int8, a scale for every 32.
+"""KV compressed for transfer as in ``kvtransfer.memory.compression``: int8, a scale for every 32.
 
 A piece of n elements becomes n int8 and then n / 32 float32 scales. Unlike the CPU's, expanding is
 not in place: programs write where others still read.

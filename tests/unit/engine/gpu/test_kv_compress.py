@@ -13,7 +13,7 @@ from engine.backends.gpu.kernels.kv_compress import (
     kv_expand,
     reference,
 )
-from kvtransfer import encoding
+from kvtransfer.memory import compression as encoding
 from tests.unit.engine.gpu.paged_cache import ACTIVATION
 
 NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

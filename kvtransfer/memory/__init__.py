@@ -1,0 +1,1 @@
+"""The KV pool and how its bytes are addressed, laid out and compressed."""

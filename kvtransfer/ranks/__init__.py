@@ -1,0 +1,1 @@
+"""A transfer between tensor-parallel workers: one per pair of ranks, joined into one."""

@@ -1,0 +1,1 @@
+"""D's half: grants blocks, and commits what arrived whole."""

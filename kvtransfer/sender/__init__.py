@@ -1,0 +1,1 @@
+"""P's half: writes a transfer's blocks into what was granted."""
