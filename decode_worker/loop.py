@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
 from engine.job import Job, check_fits, failure, make_sequence, token_output
-from engine.sequence import Sequence, SequenceState
+from engine.scheduling.sequence import Sequence, SequenceState
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from engine.worker_snapshot import take_snapshot
 from mesh.errors import DeadlineExceeded, PdmeshError

@@ -52,7 +52,7 @@ def cpu_level(device: DeviceKind) -> str:
     if device != "cpu":
         return ""
     # Not at the top: torch and numba come with it.
-    from engine.backends.cpu import LEVEL
+    from engine.backends.cpu.level import LEVEL
 
     return str(LEVEL)
 

@@ -15,23 +15,23 @@ import torch
 
 from engine.backends.base import Backend, KVCacheSpec, KVDtype, StepSizes
 from engine.batch import BatchInputs, build_batch
-from engine.block_pool import BlockPool
-from engine.constrainer import Constrainer
-from engine.gpu_profile import GpuCacheSizer
+from engine.cache.block_pool import BlockPool
+from engine.gpu_memory.profile import GpuCacheSizer
+from engine.grammar.manager import Constrainer
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.placement import ON_CPU, Placement
 from engine.profiling.limits import Limits
 from engine.profiling.session import ProfileSession
 from engine.sampler import SampledToken, needs_host, sample
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.step_pace import StepPace
-from engine.step_plan import ScheduledChunk, StepPlan
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_pace import StepPace
+from engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from engine.step_runner import ComputingStep
 from engine.tensor_parallel.group import TensorParallelGroup
 from engine.tensor_parallel.shard import ModelShard, plan_shard
-from engine.weights import open_model
+from engine.weights.open import open_model
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError, GrammarFailed
 from mesh.messages import PROTOCOL_VERSION

@@ -18,8 +18,8 @@ from engine.batch import BatchInputs, build_batch
 from engine.model_config import LayerType, ModelConfig
 from engine.models.decoder import Decoder
 from engine.rope_config import RopeConfig
-from engine.sequence import Sequence
-from engine.step_plan import ScheduledChunk
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_plan import ScheduledChunk
 from engine.weights.expected_tensors import expected_tensors
 from engine.weights.source import WeightSource
 from mesh.messages import SamplingParams

@@ -27,7 +27,7 @@ from engine.tensor_parallel.group import TensorParallelGroup
 from engine.tensor_parallel.shard import ModelShard
 from engine.tensor_parallel.sharded_source import ShardedSource
 from engine.tensor_parallel.vocabulary import SplitEmbedding, SplitHead
-from engine.weights import WeightSource
+from engine.weights.source import WeightSource
 from mesh.errors import ConfigError
 
 

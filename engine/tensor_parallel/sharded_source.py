@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.tensor_parallel.shard import ModelShard
-from engine.weights import WeightSource
+from engine.weights.source import WeightSource
 
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 

@@ -29,9 +29,10 @@ import numba
 from numba.core.registry import cpu_target
 
 from engine.backends.base import KVDtype
-from engine.backends.cpu import CACHE_FOLDER, LEVEL, SOURCES
+from engine.backends.cpu import CACHE_FOLDER, SOURCES
 from engine.backends.cpu.backend import WeightScheme
 from engine.backends.cpu.kernel_calls import PARTS, kernel_calls
+from engine.backends.cpu.level import LEVEL
 from mesh import parent_watch
 
 _LOCK_NAME = "compiling"

@@ -22,7 +22,7 @@ from engine.backends.gpu.sampling import Sampler
 from engine.backends.gpu.step import StepInputBuffers, is_pure_decode
 from engine.batch import BatchInputs
 from engine.models.decoder import Decoder
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 from engine.step_runner import OnKVWritten, StepOutput
 from engine.tensor_parallel.group import TensorParallelGroup
 

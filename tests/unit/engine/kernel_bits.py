@@ -16,7 +16,7 @@ from engine.backends.base import KVCacheSpec, KVDtype, RopeTable
 from engine.backends.cpu.backend import CpuBackend
 from engine.backends.cpu.level import LEVEL
 from engine.batch import build_batch
-from engine.step_plan import ScheduledChunk
+from engine.scheduling.step_plan import ScheduledChunk
 from mesh.threads import configure_threads
 from tests.unit.engine.quantized_format import random_matrix
 from tests.unit.engine.tiny_llama import new_sequence

@@ -16,7 +16,7 @@ from engine.backends.cpu import kv_store
 from engine.backends.cpu.attention import plan_tiles
 from engine.backends.cpu.backend import CpuBackend
 from engine.batch import BatchInputs, build_batch
-from engine.step_plan import ScheduledChunk
+from engine.scheduling.step_plan import ScheduledChunk
 from mesh.errors import ConfigError
 from tests.unit.engine.tiny_llama import new_sequence
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import build_batch
-from engine.step_plan import ScheduledChunk
+from engine.scheduling.step_plan import ScheduledChunk
 from tests.unit.engine.tiny_llama import new_sequence
 
 

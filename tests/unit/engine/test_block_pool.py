@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from engine.block_pool import BlockPool, NoFreeBlocks
+from engine.cache.block_pool import BlockPool, NoFreeBlocks
 
 PICK = st.integers(min_value=0, max_value=1 << 16)
 HASHES = [bytes([i]) for i in range(6)]

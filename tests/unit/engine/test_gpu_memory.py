@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.gpu_memory import Alternative, GpuMemory, KVDemand, Share, fit_kv_blocks, kv_bytes
+from engine.gpu_memory.fit import Alternative, GpuMemory, KVDemand, Share, fit_kv_blocks, kv_bytes
 from mesh.errors import ConfigError
 
 _GIB = 1 << 30

@@ -8,8 +8,8 @@ import torch
 from engine.backends.cpu.backend import CpuBackend
 from engine.batch import BatchInputs
 from engine.engine import Engine
-from engine.gpu_profile import GpuCacheSizer
-from engine.largest_step import run_largest_step
+from engine.gpu_memory.largest_step import run_largest_step
+from engine.gpu_memory.profile import GpuCacheSizer
 from engine.model_config import ModelConfig
 from engine.weights.stored_size import least_weight_bytes
 from mesh.config import WorkerConfig

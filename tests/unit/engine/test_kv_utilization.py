@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.cache.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
 from mesh.messages import SamplingParams, SloClass
 
 BLOCK_SIZE = 16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.block_pool import BlockPool
-from engine.scheduler import DISPLACE_AFTER_S, Scheduler
-from engine.sequence import Sequence
-from engine.step_plan import StepPlan
+from engine.cache.block_pool import BlockPool
+from engine.scheduling.scheduler import DISPLACE_AFTER_S, Scheduler
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_plan import StepPlan
 from mesh.messages import SamplingParams
 
 BLOCK_SIZE = 4

@@ -13,7 +13,7 @@ from engine.backends.base import KVCacheSpec, KVDtype, QKNorm, RopeTable
 from engine.backends.cpu.backend import CpuBackend
 from engine.backends.cpu.elementwise import SERIAL_ELEMENTS
 from engine.batch import build_batch
-from engine.step_plan import ScheduledChunk
+from engine.scheduling.step_plan import ScheduledChunk
 from tests.unit.engine.tiny_llama import new_sequence
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 32, 16

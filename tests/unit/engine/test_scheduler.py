@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.block_pool import BlockPool
-from engine.scheduler import MAX_PASSED, Scheduler
-from engine.sequence import Sequence, SequenceState
-from engine.step_plan import StepPlan
+from engine.cache.block_pool import BlockPool
+from engine.scheduling.scheduler import MAX_PASSED, Scheduler
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.step_plan import StepPlan
 from mesh.errors import IllegalTransition
 from tests.unit.engine.tiny_llama import new_sequence
 

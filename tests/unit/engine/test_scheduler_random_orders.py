@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceState
-from engine.step_plan import StepPlan
+from engine.cache.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.step_plan import StepPlan
 from mesh.messages import SloClass
 from tests.unit.engine.simulated_kv import SimulatedKV
 from tests.unit.engine.tiny_llama import new_sequence

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.step_pace import StepPace
+from engine.scheduling.step_pace import StepPace
 
 MAX_S = 0.25
 MAX_TOKENS = 512

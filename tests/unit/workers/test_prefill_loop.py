@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduler import DISPLACE_AFTER_S
+from engine.scheduling.scheduler import DISPLACE_AFTER_S
 from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from mesh.messages import PeerRef, PrefillRequest, SamplingParams
 from prefill_worker.loop import (

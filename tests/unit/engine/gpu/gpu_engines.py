@@ -10,7 +10,7 @@ from engine.backends.gpu.device import HostDevice
 from engine.backends.gpu.linears import WeightScheme
 from engine.backends.gpu.step_runner import GpuRunner
 from engine.engine import Engine
-from engine.gpu_profile import GpuCacheSizer, MemoryMeter
+from engine.gpu_memory.profile import GpuCacheSizer, MemoryMeter
 from mesh.config import WorkerConfig
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.backends.gpu.backend import GpuBackend
 from engine.backends.gpu.device import HostDevice
 from engine.engine import Engine
-from engine.gpu_profile import GpuCacheSizer
+from engine.gpu_memory.profile import GpuCacheSizer
 from mesh.config import WorkerConfig
 from tests.unit.engine.memory_meter import Meter
 from tests.unit.engine.tiny_llama import TinyLlama, generate, new_sequence, random_prompt

@@ -24,8 +24,8 @@ from benchmarks.gpu.stopwatch import Floors, Stopwatch, measure_floors
 from benchmarks.gpu_check import main
 from engine.backends.gpu.device import HostDevice
 from engine.model_config import ModelConfig
-from engine.weights import open_model
 from engine.weights.expected_tensors import check_tensors
+from engine.weights.open import open_model
 from mesh.model_text.model_files import resolve_model
 from tests.unit.engine.tiny_llama import TinyLlama, random_prompt
 

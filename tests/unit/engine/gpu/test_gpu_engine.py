@@ -16,7 +16,7 @@ from engine.backends.gpu.compile_ahead import steps_to_compile
 from engine.backends.gpu.linears import WeightScheme
 from engine.engine import Engine
 from engine.profiling.session import ProfileData, ProfileSession
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 from engine.warm_up import warm_up
 from mesh.config import KVDtype, WorkerConfig
 from tests.unit.engine.families import random_model

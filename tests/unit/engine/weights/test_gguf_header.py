@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.weights import open_model
 from engine.weights.gguf_header import read_gguf_header
+from engine.weights.open import open_model
 from mesh.errors import ConfigError
 from mesh.model_text.model_files import ModelFiles, resolve_model
 from tests.unit.engine.weights.gguf_file import write_gguf

@@ -14,8 +14,10 @@ import torch
 import transformers
 
 from engine.model_config import ModelConfig
-from engine.weights import WeightSource, expected_tensors, open_model
+from engine.weights.expected_tensors import expected_tensors
 from engine.weights.gguf_source import GgufSource
+from engine.weights.open import open_model
+from engine.weights.source import WeightSource
 from mesh.errors import ConfigError
 from mesh.model_text.model_files import ModelFiles, resolve_model
 from tests.unit.engine.weights.conftest import ARCHITECTURES

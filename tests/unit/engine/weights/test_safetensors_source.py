@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.weights import expected_tensors, open_model
+from engine.weights.expected_tensors import expected_tensors
+from engine.weights.open import open_model
 from engine.weights.safetensors_source import SafetensorsSource
 from mesh.errors import ConfigError
 from mesh.model_text.model_files import ModelFiles

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from engine.tensor_parallel.shard import plan_shard
 from engine.tensor_parallel.sharded_source import ShardedSource
-from engine.weights import open_model
 from engine.weights.expected_tensors import expected_tensors
+from engine.weights.open import open_model
 from engine.weights.safetensors_source import SafetensorsSource
 from mesh.errors import ConfigError
 from mesh.model_text.model_files import resolve_model

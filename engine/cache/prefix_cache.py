@@ -6,8 +6,8 @@ import hashlib
 
 import numpy as np
 
-from engine.block_pool import BlockPool
-from engine.sequence import Sequence
+from engine.cache.block_pool import BlockPool
+from engine.scheduling.sequence import Sequence
 
 _DIGEST_BYTES = 16
 

@@ -11,9 +11,9 @@ import collections
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from engine.block_pool import BlockPool
-from engine.sequence import Sequence
-from engine.step_plan import StepPlan
+from engine.cache.block_pool import BlockPool
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_plan import StepPlan
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from engine.backends.base import KVCacheSpec
-from engine.gpu_memory import Alternative, GpuMemory, KVDemand, Share, fit_kv_blocks
-from engine.largest_step import run_largest_step
+from engine.gpu_memory.fit import Alternative, GpuMemory, KVDemand, Share, fit_kv_blocks
+from engine.gpu_memory.largest_step import run_largest_step
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.weights.stored_size import MATRIX_BITS, least_weight_bytes

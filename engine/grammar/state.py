@@ -18,7 +18,7 @@ from mesh.messages import SamplingParams
 from mesh.model_text.grammar import check
 
 if TYPE_CHECKING:
-    from engine.sequence import Sequence
+    from engine.scheduling.sequence import Sequence
 
 
 class Constraint:

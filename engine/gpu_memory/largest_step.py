@@ -9,10 +9,10 @@ import torch
 
 from engine.backends.base import KVCacheSpec, StepSizes
 from engine.batch import build_batch
-from engine.block_pool import BlockPool
+from engine.cache.block_pool import BlockPool
 from engine.models.decoder import Decoder
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
 from mesh.messages import SamplingParams
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from engine.constraint import Constraint
+from engine.grammar.state import Constraint
 from mesh.messages import FinishReason, SamplingParams, SloClass
 from mesh.transitions import between_states
 

@@ -1,0 +1,1 @@
+"""Blocks of the paged KV cache, and which of them hold a known prefix."""

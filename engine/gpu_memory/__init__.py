@@ -1,0 +1,1 @@
+"""How many KV blocks a GPU has room for."""

@@ -1,0 +1,1 @@
+"""Keeps output to a grammar: compiled once, followed by each sequence."""

@@ -1,0 +1,1 @@
+"""Which sequences compute in the next step, and how much of each."""
