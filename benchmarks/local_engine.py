@@ -35,7 +35,7 @@ def make_engine(
         ConfigError: the model is unusable.
     """
     configure_threads()
-    from engine.start import build_engine  # loads torch, which reads the thread settings
+    from worker.start import build_engine  # loads torch, which reads the thread settings
 
     config = WorkerConfig(
         role="decode", worker_id="bench", redis_url="redis://127.0.0.1:1",

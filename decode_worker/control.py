@@ -19,12 +19,6 @@ from decode_worker.loop import (
 )
 from decode_worker.prefill_links import PrefillLinks
 from engine.engine import Engine
-from engine.tensor_parallel.follower_processes import FollowerProcesses
-from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
-from engine.worker_host import WorkerHost
-from engine.worker_runtime import WorkerRuntime
-from engine.worker_snapshot import with_transfers
-from engine.worker_spans import log_failure, log_leg, open_spans
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
 from kvtransfer.metrics import ReceiveMetrics
 from kvtransfer.ranks.messages import ReceiveReport
@@ -45,6 +39,12 @@ from mesh.messages import (
 )
 from mesh.service import process_epoch
 from mesh.telemetry.log_format import about
+from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
+from worker.followers.follower_processes import FollowerProcesses
+from worker.host import WorkerHost
+from worker.load import with_transfers
+from worker.runtime import WorkerRuntime
+from worker.spans import log_failure, log_leg, open_spans
 
 _logger = logging.getLogger(__name__)
 

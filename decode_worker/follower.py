@@ -9,12 +9,12 @@ import msgspec
 
 from decode_worker.kv_import import NICENESS, make_receiver, open_rank
 from engine.engine import Engine
-from engine.tensor_parallel.follower import run_follower
-from engine.tensor_parallel.rank_setup import RankSetup
 from engine.tensor_parallel.step_progress import StepProgress
 from kvtransfer.ranks.messages import Outgoing, ReceiveCommand
 from kvtransfer.ranks.remote_receiver import ReceiverSide
 from mesh.messages import TransferMessage
+from worker.followers.follower import run_follower
+from worker.followers.rank_setup import RankSetup
 
 
 def _make_side(

@@ -19,10 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
-from engine.job import Job, check_fits, failure, make_sequence, token_output
 from engine.scheduling.sequence import Sequence, SequenceState
-from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
-from engine.worker_snapshot import take_snapshot
 from mesh.errors import DeadlineExceeded, PdmeshError
 from mesh.messages import (
     DecodeRequest,
@@ -31,6 +28,9 @@ from mesh.messages import (
     PrefillDone,
     TokenOutput,
 )
+from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
+from worker.leg import Job, check_fits, failure, make_sequence, token_output
+from worker.load import take_snapshot
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,7 +82,7 @@ Event = OpenTransfer | CancelTransfer | Tokens | Failed
 
 
 class DecodeLoop:
-    """Implements ``engine.model_thread.Loop``. Owns the jobs; the engine owns blocks and model."""
+    """Implements ``worker.model_thread.Loop``. Owns the jobs; the engine owns blocks and model."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

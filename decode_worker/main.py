@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.placement import Placement, run_placed
+from engine.device import Placement
 from kvtransfer.ranks.messages import ReceiveReport
 from mesh.config import WorkerConfig
 from mesh.service import process_epoch, run_service, setup_logging
 from mesh.threads import configure_threads
+from worker.placement import run_placed
 
 
 def run(config: WorkerConfig) -> None:
@@ -25,7 +26,7 @@ def run(config: WorkerConfig) -> None:
         async def serve(placement: Placement) -> None:
             # Loads torch, which reads the thread settings and what GPUs there are.
             from decode_worker.control import DecodeControl
-            from engine.start import start_engine, start_followers
+            from worker.start import start_engine, start_followers
 
             await asyncio.sleep(0.01)  # hears of a signal that came while that was imported
             if stop.is_set():

@@ -6,16 +6,37 @@ import ast
 import importlib.util
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mesh.config import Device
 from mesh.errors import ConfigError
-from mesh.gpus.topology import GpuTopology
+from mesh.gpus.topology import NO_GPUS, GpuTopology
+from mesh.messages import WorkerGpu
 
 DeviceKind = Literal["cpu", "cuda"]
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a worker computes on."""
+
+    device: DeviceKind
+    gpus: GpuTopology = NO_GPUS
+    """Its GPUs; the first is CUDA's device 0, and rank 0's."""
+
+    def worker_gpus(self) -> tuple[WorkerGpu, ...]:
+        """What peers learn of them."""
+        return tuple(
+            WorkerGpu(uuid=x.uuid, name=x.name, memory_bytes=x.memory_bytes, link_gb_s=links)
+            for x, links in zip(self.gpus.gpus, self.gpus.link_gb_s, strict=True)
+        )
+
+
+ON_CPU = Placement("cpu")
 
 
 def choose_device(

@@ -16,11 +16,11 @@ import torch
 from engine.backends.base import Backend, KVCacheSpec, KVDtype, StepSizes
 from engine.batch import BatchInputs, build_batch
 from engine.cache.block_pool import BlockPool
+from engine.device import ON_CPU, Placement
 from engine.gpu_memory.profile import GpuCacheSizer
 from engine.grammar.manager import Constrainer
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.placement import ON_CPU, Placement
 from engine.profiling.limits import Limits
 from engine.profiling.session import ProfileSession
 from engine.sampler import SampledToken, needs_host, sample

@@ -8,12 +8,6 @@ from contextlib import suppress
 from functools import partial
 
 from engine.engine import Engine
-from engine.tensor_parallel.follower_processes import FollowerProcesses
-from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
-from engine.worker_host import WorkerHost
-from engine.worker_runtime import WorkerRuntime
-from engine.worker_snapshot import with_transfers
-from engine.worker_spans import log_failure, log_leg, open_spans
 from kvtransfer.events import SendDone, SenderEvent, SendFailed
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.ranks.messages import SendReport
@@ -45,6 +39,12 @@ from prefill_worker.loop import (
     Submit,
     TransferEnded,
 )
+from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
+from worker.followers.follower_processes import FollowerProcesses
+from worker.host import WorkerHost
+from worker.load import with_transfers
+from worker.runtime import WorkerRuntime
+from worker.spans import log_failure, log_leg, open_spans
 
 _logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import msgspec
 
 from engine.engine import Engine
-from engine.tensor_parallel.follower import run_follower
-from engine.tensor_parallel.rank_setup import RankSetup
 from engine.tensor_parallel.step_progress import StepProgress
 from kvtransfer.ranks.messages import Outgoing, SendCommand
 from kvtransfer.ranks.remote_sender import SenderSide
 from mesh.messages import TransferMessage
 from prefill_worker.export import NICENESS, make_sender, open_rank
+from worker.followers.follower import run_follower
+from worker.followers.rank_setup import RankSetup
 
 
 def _make_side(

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
-from engine.job import Job, check_fits, failure, make_sequence, token_output
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_plan import ScheduledChunk
-from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
-from engine.worker_snapshot import take_snapshot
 from mesh.errors import DeadlineExceeded, PdmeshError, TransferFailed
 from mesh.messages import LoadSnapshot, PrefillRequest
+from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
+from worker.leg import Job, check_fits, failure, make_sequence, token_output
+from worker.load import take_snapshot
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,7 +88,7 @@ Event = SendBlocks | FinishTransfer | CancelTransfer | Tokens | Failed
 
 
 class PrefillLoop:
-    """Implements ``engine.model_thread.Loop``. Owns the jobs; the engine owns blocks and model."""
+    """Implements ``worker.model_thread.Loop``. Owns the jobs; the engine owns blocks and model."""
 
     def __init__(self, engine: Engine, num_layer_groups: int = 1) -> None:
         """Borrow the engine; with several groups of layers KV leaves during the forward."""

@@ -138,7 +138,7 @@ class SenderSide:
         self._congested: frozenset[str] = frozenset()
 
     def on_message(self, command: SendCommand) -> None:
-        """See ``engine.tensor_parallel.follower.Side``."""
+        """See ``worker.followers.follower.Side``."""
         match command:
             case SubmitBlocks() | FinishSend():
                 self._waiting.append(command)

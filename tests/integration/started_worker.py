@@ -23,10 +23,10 @@ import torch  # noqa: E402
 from engine.backends.cpu.backend import CpuBackend  # noqa: E402
 from engine.batch import BatchInputs  # noqa: E402
 from engine.engine import Engine  # noqa: E402
-from engine.start import build_engine  # noqa: E402
 from engine.warm_up import warm_up  # noqa: E402
 from mesh.config import WorkerConfig  # noqa: E402
 from tests.unit.engine.tiny_llama import random_prompt  # noqa: E402
+from worker.start import build_engine  # noqa: E402
 
 _NUM_TOKENS = 70
 

@@ -13,11 +13,13 @@ import sys
 
 import msgspec
 
-from engine import device, placement
-from engine.placement import Placement, run_placed
+from engine import device
+from engine.device import Placement
 from mesh.config import WorkerConfig
 from mesh.errors import PdmeshError
 from mesh.service import run_service, setup_logging
+from worker import placement
+from worker.placement import run_placed
 
 
 def main() -> int:

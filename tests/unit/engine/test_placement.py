@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from cli.embedded_valkey import EmbeddedValkey
-from engine.device import choose_device, missing_for_cuda
-from engine.placement import Placement, show_gpus
-from engine.start import build_engine
+from engine.device import Placement, choose_device, missing_for_cuda
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
 from mesh.gpus.lease_table import GpuLeaseTable, Holder, host_id
@@ -26,6 +24,8 @@ from mesh.registry.redis_client import open_blocking_redis
 from mesh.telemetry import metrics
 from tests.unit.mesh.fake_nvml import FakeGpu, FakeLink, build_fake_nvml
 from tests.unit.mesh.gpu_hosts import bridged_a100, unlinked
+from worker.placement import show_gpus
+from worker.start import build_engine
 
 _ROOT = Path(__file__).parents[3]
 

@@ -12,17 +12,17 @@ import torch
 import transformers
 
 from engine.backends.cpu.backend import CpuBackend, WeightScheme
+from engine.device import ON_CPU
 from engine.engine import Engine, _kv_spec
 from engine.model_config import ModelConfig
-from engine.placement import ON_CPU
-from engine.start import _cpu_backend, start_followers
-from engine.tensor_parallel.rank_setup import RankReady
 from engine.tensor_parallel.shard import plan_shard
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
 from tests.unit.engine.families import FAMILIES, SHAPE
 from tests.unit.engine.ranks import Ranks
 from tests.unit.engine.tiny_llama import TinyLlama, generate, new_sequence, random_prompt
+from worker.followers.rank_setup import RankReady
+from worker.start import _cpu_backend, start_followers
 
 _PADDED = {**SHAPE, "vocab_size": 321}
 _CASES: dict[str, tuple[transformers.PretrainedConfig, int]] = {

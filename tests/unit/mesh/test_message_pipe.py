@@ -9,9 +9,9 @@ import struct
 import msgspec
 import pytest
 
-from mesh import message_pipe
-from mesh.message_pipe import MessagePipe
 from tests.unit.mesh.until import until
+from worker.followers import message_pipe
+from worker.followers.message_pipe import MessagePipe
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True, tag="note"):

@@ -14,10 +14,10 @@ from decode_worker.loop import (
     OpenTransfer,
     Submit,
 )
-from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from mesh.errors import TransferFailed
 from mesh.messages import DecodeRequest, PeerRef, PrefillDone, SamplingParams
 from tests.unit.engine.tiny_llama import TinyLlama, random_prompt
+from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 
 PREFILL = PeerRef(worker_id="p", epoch=1, endpoint="tcp://nowhere:1")
 

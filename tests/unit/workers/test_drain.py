@@ -8,14 +8,14 @@ import time
 import msgspec
 import pytest
 
-from engine.worker_drain import drain
-from engine.worker_host import WorkerHost
-from engine.worker_runtime import WorkerRuntime
 from mesh.config import WorkerConfig
 from mesh.messages import DataPlaneOffer, LoadSnapshot
 from mesh.service import process_epoch
 from tests.unit.engine.tiny_llama import TinyLlama
 from tests.unit.mesh.until import until
+from worker.drain import drain
+from worker.host import WorkerHost
+from worker.runtime import WorkerRuntime
 
 IDLE = LoadSnapshot(
     kv_blocks_total=8,

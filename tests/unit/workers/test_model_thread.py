@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.model_thread import ModelThread
+from worker.model_thread import ModelThread
 
 
 class EchoLoop:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from engine.scheduling.scheduler import DISPLACE_AFTER_S
-from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from mesh.messages import PeerRef, PrefillRequest, SamplingParams
 from prefill_worker.loop import (
     Congestion,
@@ -19,6 +18,7 @@ from prefill_worker.loop import (
     TransferEnded,
 )
 from tests.unit.engine.tiny_llama import VOCAB_SIZE, TinyLlama, random_prompt
+from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 
 DECODE = PeerRef(worker_id="d", epoch=1, endpoint="tcp://nowhere:1")
 BLOCK_SIZE = 16

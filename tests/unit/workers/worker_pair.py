@@ -13,7 +13,6 @@ from typing import Any
 import decode_worker.loop as d
 import prefill_worker.loop as p
 from engine.engine import Engine
-from engine.worker_events import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, SendFailed
 from kvtransfer.memory.layout import BlockLayout, Heads
 from kvtransfer.memory.pool import BlockMemory
@@ -35,6 +34,7 @@ from mesh.messages import (
     TokenOutput,
     TransferMessage,
 )
+from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 
 GATEWAY = "g"
 P_REF = PeerRef(worker_id="p", epoch=1, endpoint="tcp://nowhere:1")

@@ -10,10 +10,10 @@ import pytest
 
 from engine.backends.cpu.level import CpuLevel
 from engine.device import DeviceKind
-from engine.start import weight_scheme
 from mesh.config import Weights, WorkerConfig
 from mesh.errors import ConfigError
 from tests.unit.engine.weights.gguf_file import write_gguf
+from worker.start import weight_scheme
 
 
 def scheme(model: Path | None, weights: Weights = "auto", device: DeviceKind = "cpu") -> str:

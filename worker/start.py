@@ -17,19 +17,18 @@ import torch
 
 from engine.backends.base import Backend
 from engine.backends.gpu.device import CudaDevice
-from engine.device import DeviceKind, cpu_level
+from engine.device import ON_CPU, DeviceKind, Placement, cpu_level
 from engine.engine import Engine
 from engine.gpu_memory.profile import CudaMeter, GpuCacheSizer
-from engine.placement import ON_CPU, Placement
 from engine.tensor_parallel.distributed_group import DistributedGroup
-from engine.tensor_parallel.follower_processes import FollowerProcesses
-from engine.tensor_parallel.rank_setup import RankSetup
 from engine.tensor_parallel.shard import check_divisible
 from engine.warm_up import warm_up
 from engine.weights.open import open_model
 from mesh.config import Weights, WorkerConfig
 from mesh.errors import ConfigError
 from mesh.model_text.model_files import resolve_model
+from worker.followers.follower_processes import FollowerProcesses
+from worker.followers.rank_setup import RankSetup
 
 if TYPE_CHECKING:
     from engine.backends.cpu.backend import WeightScheme

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Generic
 
-from engine.model_thread import Command, Event, Loop, ModelThread
-from engine.worker_drain import drain
-from engine.worker_host import WorkerHost
 from mesh.errors import PdmeshError
 from mesh.messages import LoadSnapshot
+from worker.drain import drain
+from worker.host import WorkerHost
+from worker.model_thread import Command, Event, Loop, ModelThread
 
 BUSY_POLL_S = 0.001
 """Poll interval while transfers are open: UCX makes progress only when polled."""

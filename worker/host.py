@@ -12,8 +12,6 @@ from aiohttp import web
 
 from engine.device import cpu_level
 from engine.engine import Engine
-from engine.placement import show_gpus
-from engine.profiling.endpoint import ProfileEndpoint
 from mesh.config import WorkerConfig
 from mesh.links.listen import WorkerServer
 from mesh.messages import (
@@ -28,6 +26,8 @@ from mesh.model_text.model_files import resolve_model
 from mesh.registry.registration import Registration
 from mesh.service import HttpServer, metrics_handler, serve_http
 from mesh.telemetry import metrics
+from worker.placement import show_gpus
+from worker.profiling import ProfileEndpoint
 
 _logger = logging.getLogger(__name__)
 

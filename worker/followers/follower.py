@@ -21,16 +21,16 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.engine import Engine
-from engine.start import build_rank
-from engine.tensor_parallel.rank_setup import RankReady, RankSetup
 from engine.tensor_parallel.step_loop import follow_steps
 from engine.tensor_parallel.step_progress import StepProgress
 from engine.tensor_parallel.step_wire import StepReceiver
 from mesh.errors import PdmeshError
-from mesh.message_pipe import MessagePipe
 from mesh.parent_watch import die_with_parent
 from mesh.service import setup_logging
 from mesh.threads import configure_threads
+from worker.followers.message_pipe import MessagePipe
+from worker.followers.rank_setup import RankReady, RankSetup
+from worker.start import build_rank
 
 BUSY_POLL_S = 0.001
 """As of a worker's own loop."""

@@ -28,11 +28,11 @@ import torch
 from engine.batch import BatchInputs
 from engine.device import DeviceKind
 from engine.tensor_parallel.distributed_group import DistributedGroup, listen
-from engine.tensor_parallel.rank_setup import RankReady, RankSetup
 from engine.tensor_parallel.step_wire import StepSender
 from mesh.config import WorkerConfig
 from mesh.errors import PdmeshError
-from mesh.message_pipe import MessagePipe
+from worker.followers.message_pipe import MessagePipe
+from worker.followers.rank_setup import RankReady, RankSetup
 
 EXIT_S = 5.0
 """After the loss of a rank, how long an orderly end may take."""
@@ -59,7 +59,7 @@ class FollowerProcesses:
         Args:
             config: The worker's.
             device: What all ranks compute on.
-            module: What they run, see ``engine.tensor_parallel.follower``.
+            module: What they run, see ``worker.followers.follower``.
             reports: Type of their messages besides ``RankReady``.
             epoch: This start of the worker.
         """

@@ -16,9 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
-from engine.device import DeviceKind, choose_device
+from engine.device import ON_CPU, Placement, choose_device
 from mesh.config import WorkerConfig
 from mesh.errors import Unavailable
 from mesh.gpus.choice import is_busy
@@ -33,25 +32,6 @@ from mesh.telemetry import metrics
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What a worker computes on."""
-
-    device: DeviceKind
-    gpus: GpuTopology = NO_GPUS
-    """Its GPUs; the first is CUDA's device 0, and rank 0's."""
-
-    def worker_gpus(self) -> tuple[WorkerGpu, ...]:
-        """What peers learn of them."""
-        return tuple(
-            WorkerGpu(uuid=x.uuid, name=x.name, memory_bytes=x.memory_bytes, link_gb_s=links)
-            for x, links in zip(self.gpus.gpus, self.gpus.link_gb_s, strict=True)
-        )
-
-
-ON_CPU = Placement("cpu")
 
 
 def show_gpus(gpus: tuple[WorkerGpu, ...]) -> None:

@@ -1,0 +1,1 @@
+"""What both kinds of worker are around their loop: a process, its threads and ranks."""
