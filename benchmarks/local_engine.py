@@ -70,7 +70,7 @@ def add_sequence(
         deadline_s=now_s + _DEADLINE_S,
         arrival_s=now_s,
     )
-    engine.constrainer.attach(sequence)
+    engine.grammars.attach(sequence)
     engine.scheduler.add(sequence)
     return sequence
 

@@ -18,7 +18,7 @@ from engine.batch import BatchInputs, build_batch
 from engine.cache.block_pool import BlockPool
 from engine.device import ON_CPU, Placement
 from engine.gpu_memory.profile import GpuCacheSizer
-from engine.grammar.manager import Constrainer
+from engine.grammar.manager import GrammarManager
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.profiling.limits import Limits
@@ -153,7 +153,7 @@ class Engine:
             hands_off=config.role == "prefill",
             pace=self.pace,
         )
-        self.constrainer = Constrainer(files, self.model_config.vocab_size)
+        self.grammars = GrammarManager(files, self.model_config.vocab_size)
         self.fingerprint = _fingerprint(
             self.model_config, weights_hash, self.kv_spec, backend.kv_layout
         )
@@ -243,7 +243,7 @@ class Engine:
             if self._draws_on_host or needs_host(sequence)
         ]
         on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
-        self.constrainer.begin(sampled)
+        self.grammars.begin(sampled)
         self.num_forwards += 1
         if self.announce is not None:
             self.announce(batch, self.runner.graph_rows(self.model, batch, on_kv_written))
@@ -257,7 +257,7 @@ class Engine:
         """Wait for a step's tokens and append them to the sequences that still want them."""
         output = launched.step.finish()
         on_host = [launched.sampled[row] for row in launched.host_rows]
-        late, failed = self.constrainer.collect(s for s in on_host if s.is_answering)
+        late, failed = self.grammars.collect(s for s in on_host if s.is_answering)
         unsampled = {*late, *(sequence for sequence, _ in failed)}
         self.scheduler.step_done(launched.plan, late=late)
         tokens = [SampledToken(token_id, None) for token_id in output.token_ids]

@@ -170,7 +170,7 @@ class PrefillLoop:
                 self._events.append(CancelTransfer(request.transfer_id))
             return
         sequence = make_sequence(request)
-        self._engine.constrainer.attach(sequence)
+        self._engine.grammars.attach(sequence)
         sequence.has_receiver = request.transfer_id in self._early_grants
         self._early_grants.pop(request.transfer_id, None)
         self._jobs[request.transfer_id] = Job(sequence, gateway_id, received_s)

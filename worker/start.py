@@ -128,7 +128,7 @@ def build_engine(
         if followers is not None:
             engine.announce = followers.announce
             engine.runner.prepare(engine.model)  # now, as every follower does
-        engine.constrainer.prepare()
+        engine.grammars.prepare()
         loaded_s = time.monotonic()
         if kernels is not None:
             kernels.wait()

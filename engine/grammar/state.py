@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from engine.scheduling.sequence import Sequence
 
 
-class Constraint:
-    """One sequence's place in its grammar. The threads of its ``Constrainer`` write it."""
+class GrammarState:
+    """One sequence's place in its grammar. The threads of its ``GrammarManager`` write it."""
 
     __slots__ = ("_job", "_mask_at", "_matcher", "_num_consumed", "forbidden", "grammar")
 

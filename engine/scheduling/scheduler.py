@@ -365,8 +365,8 @@ class Scheduler:
             case SequenceState.SENDING:
                 del self._sending[sequence.transfer_id]
         sequence.move(SequenceState.FINISHED)
-        if sequence.constraint is not None:
-            sequence.constraint.cancel()
+        if sequence.grammar_state is not None:
+            sequence.grammar_state.cancel()
 
     def _expire(self, plan: StepPlan) -> None:
         now = self._clock()
