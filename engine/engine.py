@@ -64,7 +64,7 @@ class StepOutcome:
     """Sequences that now hold blocks for KV from a prefill worker."""
     expired: list[Sequence]
     """Sequences dropped at their deadline; their blocks are free."""
-    displaced: Sequence | None
+    shed: Sequence | None
     """A computed sequence to give up, see ``StepPlan``."""
     failed: list[tuple[Sequence, GrammarFailed]]
     """Sequences that cannot go on, still running: the caller ends them."""
@@ -150,7 +150,7 @@ class Engine:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
-            hands_off=config.role == "prefill",
+            prefill_only=config.role == "prefill",
             pace=self.pace,
         )
         self.grammars = GrammarManager(files, self.model_config.vocab_size)
@@ -169,7 +169,7 @@ class Engine:
         """Measured by the first profile."""
         self._plain_model = self.model
         self._build_batch, self._sample = build_batch, sample
-        self.announce: Callable[[BatchInputs, int], None] | None = None
+        self.broadcast: Callable[[BatchInputs, int], None] | None = None
         """Tells the other ranks what is computed next, and in a graph of how many rows."""
         self.num_forwards = 0
         """Steps launched."""
@@ -219,7 +219,7 @@ class Engine:
             computed=[chunk for chunk in computed if chunk.sequence.is_running],
             reserved=plan.reserved,
             expired=plan.expired,
-            displaced=plan.displaced,
+            shed=plan.shed,
             failed=failed,
             num_tokens=0 if done is None else done.num_tokens,
             has_launched=self._launched is not None,
@@ -245,8 +245,8 @@ class Engine:
         on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
         self.grammars.begin(sampled)
         self.num_forwards += 1
-        if self.announce is not None:
-            self.announce(batch, self.runner.graph_rows(self.model, batch, on_kv_written))
+        if self.broadcast is not None:
+            self.broadcast(batch, self.runner.graph_rows(self.model, batch, on_kv_written))
         step = self.runner.launch(self.model, batch, sampled, host_rows, on_kv_written)
         self.scheduler.launch(plan)
         return _Launched(plan, sampled, host_rows, step, batch.num_tokens, start_s)
@@ -283,7 +283,7 @@ class Engine:
     def follow(
         self, batch: BatchInputs, graph_rows: int, on_group: Callable[[int], None] | None = None
     ) -> ComputingStep:
-        """Begin this rank's part of a step that rank 0 announced.
+        """Begin this rank's part of a step that rank 0 broadcast.
 
         ``on_group`` is called with the index of each group of layers whose KV is written.
         """

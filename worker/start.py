@@ -126,7 +126,7 @@ def build_engine(
         group = None if followers is None else followers.join(backend.device)
         engine = Engine(config, backend, group, sizer=sizer, placement=placement)
         if followers is not None:
-            engine.announce = followers.announce
+            engine.broadcast = followers.broadcast
             engine.runner.prepare(engine.model)  # now, as every follower does
         engine.grammars.prepare()
         loaded_s = time.monotonic()
@@ -145,7 +145,7 @@ def build_engine(
 def build_rank(setup: RankSetup) -> Engine:
     """Load a follower's part of the model and allocate its part of the cache.
 
-    Its kernels are rank 0's, which announces no step before they are compiled.
+    Its kernels are rank 0's, which broadcasts no step before they are compiled.
 
     Raises:
         ConfigError: the model or a size is unusable, or the ranks did not find each other.

@@ -22,7 +22,7 @@ MAX_PASSED = 16
 """How many less urgent sequences may take blocks that are too few for a more urgent one, before
 all blocks that become free are kept for it. Else a long prompt at the head leaves them unused."""
 
-DISPLACE_AFTER_S = 5.0
+SHED_AFTER_S = 5.0
 """How long a granted prompt waits for blocks before one that nobody takes must give its up."""
 
 
@@ -39,11 +39,11 @@ class Scheduler:
         batch_chunk_tokens: int = 128,
         prefix_caching: bool = True,
         watermark: float = 0.01,
-        hands_off: bool = False,
+        prefill_only: bool = False,
         pace: StepPace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With ``hands_off``, sequences leave at their first token (a prefill worker's do).
+        """With ``prefill_only``, sequences leave at their first token (a prefill worker's do).
 
         ``pace`` bounds what prompts add to a step; None: only ``max_batched_tokens`` does.
         """
@@ -62,7 +62,7 @@ class Scheduler:
         """Tokens of live sequences whose KV was in the pool after the last step."""
         self.launched = LaunchedSteps(pool)
         """Plans that compute. Their sequences may be finished, but not preempted."""
-        self._hands_off = hands_off
+        self._prefill_only = prefill_only
         self._watermark_blocks = int(watermark * pool.num_blocks)
         self._clock = clock
         self._budget = StepBudget(max_batched_tokens, batch_chunk_tokens, pace)
@@ -71,7 +71,7 @@ class Scheduler:
         self._waiting_for_kv: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._sending: dict[str, Sequence] = {}
-        self._displaced: Sequence | None = None
+        self._shed: Sequence | None = None
 
     # ------------------------------------------------------------------ arrivals and departures
 
@@ -240,7 +240,7 @@ class Scheduler:
 
     def _is_leaving(self, sequence: Sequence) -> bool:
         """Whether the pending token is known to be its last one here."""
-        ends = self._hands_off or sequence.next_output_index >= sequence.sampling.max_tokens
+        ends = self._prefill_only or sequence.next_output_index >= sequence.sampling.max_tokens
         return sequence.num_pending_tokens > 0 and ends
 
     def _admit_waiting(self, plan: StepPlan) -> None:
@@ -248,7 +248,7 @@ class Scheduler:
         may_hold = self._blocks_left_without_receiver()
         blocked: list[Sequence] = []
         for sequence in list(self._waiting):
-            if sequence.is_held_back:
+            if sequence.is_backpressured:
                 continue
             remote = sequence in self._waiting_remote
             takes_none = remote or sequence.awaits_grammar
@@ -261,8 +261,8 @@ class Scheduler:
             if active >= self.max_num_seqs:
                 break
             if not self._reserve(sequence):
-                if self._clock() - sequence.arrival_s > DISPLACE_AFTER_S and sequence.has_receiver:
-                    plan.displaced = plan.displaced or self._displace()
+                if self._clock() - sequence.arrival_s > SHED_AFTER_S and sequence.has_receiver:
+                    plan.shed = plan.shed or self._shed_one()
                 blocked.append(sequence)
                 if sequence.num_passed >= MAX_PASSED:
                     break
@@ -293,13 +293,13 @@ class Scheduler:
         held = sum(len(sequence.block_table) for sequence in live if not sequence.has_receiver)
         return self.pool.num_blocks // 2 - held
 
-    def _displace(self) -> Sequence | None:
+    def _shed_one(self) -> Sequence | None:
         """Choose a held sequence to give up, one at a time: its blocks come back only later."""
-        if self._displaced is not None and self._displaced.state is SequenceState.SENDING:
+        if self._shed is not None and self._shed.state is SequenceState.SENDING:
             return None
         held = [sequence for sequence in self._sending.values() if not sequence.has_receiver]
-        self._displaced = max(held, key=_by_urgency, default=None)
-        return self._displaced
+        self._shed = max(held, key=_by_urgency, default=None)
+        return self._shed
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, cached ones first."""

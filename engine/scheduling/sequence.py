@@ -66,7 +66,7 @@ class Sequence:
     cache_salt: str = ""
     has_receiver: bool = True
     """False on a prefill worker until a decode worker has room for the KV (its Grant came)."""
-    is_held_back: bool = False
+    is_backpressured: bool = False
     """True on a prefill worker while the link to its decode worker carries all that it can."""
     state: SequenceState = SequenceState.WAITING
     block_table: list[int] = field(default_factory=list)
