@@ -1,6 +1,7 @@
 """One model on one device: scheduler + block pool + model, advanced by ``step``.
 
-Single-threaded: everything here runs on the worker's model thread.
+The worker's model thread runs it. Beside it only the grammar threads work for it, and the control
+loop sets ``profile``.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class GrammarManager:
             if state is None or state.is_prepared_for(sequence.num_output_tokens):
                 continue
             assert self._masker is not None
-            tokens = state.unconsumed(sequence)
+            tokens = sequence.token_ids[sequence.num_prompt_tokens + state.num_consumed :]
             work = partial(state.advance, tokens, self._num_tokens, sequence.sampling)
             self._run(self._masker, state, work)
 

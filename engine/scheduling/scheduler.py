@@ -67,7 +67,6 @@ class Scheduler:
         self._clock = clock
         self._budget = StepBudget(max_batched_tokens, batch_chunk_tokens, pace)
         self._waiting: list[Sequence] = []
-        self._waiting_remote: set[Sequence] = set()
         self._waiting_for_kv: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._sending: dict[str, Sequence] = {}
@@ -82,9 +81,8 @@ class Scheduler:
     def add(self, sequence: Sequence, *, remote_prefill: bool = False) -> None:
         """Queue a sequence; with ``remote_prefill`` it waits for KV once blocks are reserved."""
         assert sequence.state is SequenceState.WAITING
+        sequence.is_remote = remote_prefill
         self._waiting.append(sequence)
-        if remote_prefill:
-            self._waiting_remote.add(sequence)
 
     def kv_arrived(self, sequence: Sequence) -> None:
         """All prompt KV of a WAITING_FOR_KV sequence is in its blocks; it may run."""
@@ -250,10 +248,9 @@ class Scheduler:
         for sequence in list(self._waiting):
             if sequence.is_backpressured:
                 continue
-            remote = sequence in self._waiting_remote
-            takes_none = remote or sequence.awaits_grammar
+            takes_none = sequence.is_remote or sequence.awaits_grammar
             limit = 0 if takes_none else self._budget.chunk_limit(sequence)
-            if not remote and limit == 0:
+            if not sequence.is_remote and limit == 0:
                 continue
             if not sequence.has_receiver and self._blocks_for(sequence.num_tokens) > may_hold:
                 continue
@@ -272,8 +269,8 @@ class Scheduler:
             if not sequence.has_receiver:
                 may_hold -= len(sequence.block_table)
             self._waiting.remove(sequence)
-            if remote:
-                self._waiting_remote.remove(sequence)
+            if sequence.is_remote:
+                sequence.is_remote = False  # preempted, it computes what came
                 sequence.move(SequenceState.WAITING_FOR_KV)
                 self._waiting_for_kv[sequence.transfer_id] = sequence
                 plan.reserved.append(sequence)
@@ -357,7 +354,6 @@ class Scheduler:
         match sequence.state:
             case SequenceState.WAITING:
                 self._waiting.remove(sequence)
-                self._waiting_remote.discard(sequence)
             case SequenceState.WAITING_FOR_KV:
                 del self._waiting_for_kv[sequence.transfer_id]
             case SequenceState.RUNNING:

@@ -66,6 +66,8 @@ class Sequence:
     cache_salt: str = ""
     has_receiver: bool = True
     """False on a prefill worker until a decode worker has room for the KV (its Grant came)."""
+    is_remote: bool = False
+    """True while it waits for room for KV that a prefill worker computes."""
     is_backpressured: bool = False
     """True on a prefill worker while the link to its decode worker carries all that it can."""
     state: SequenceState = SequenceState.WAITING
