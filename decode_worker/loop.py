@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.sequence import Sequence, SequenceState
 from mesh.errors import DeadlineExceeded, PdmeshError
 from mesh.messages import (
     DecodeRequest,

@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from engine.backends.base import Backend, KVCacheSpec, KVDtype, StepSizes
+from engine.backend import Backend, KVCacheSpec, KVDtype, StepSizes
 from engine.batch import BatchInputs, build_batch
 from engine.cache.block_pool import BlockPool
 from engine.device import ON_CPU, Placement
 from engine.gpu_memory.profile import GpuCacheSizer
-from engine.grammar.manager import GrammarManager
+from engine.grammar_manager import GrammarManager
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.profiling.limits import Limits
 from engine.profiling.session import ProfileSession
 from engine.sampler import SampledToken, needs_host, sample
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_pace import StepPace
 from engine.scheduling.step_plan import ScheduledChunk, StepPlan
+from engine.sequence import Sequence
 from engine.step_runner import ComputingStep
 from engine.tensor_parallel.group import TensorParallelGroup
 from engine.tensor_parallel.shard import ModelShard, plan_shard

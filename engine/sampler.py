@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.messages import SamplingParams, TokenLogprobs
 
 FloatRow = npt.NDArray[np.float32]

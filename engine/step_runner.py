@@ -17,7 +17,7 @@ import torch
 from engine.batch import BatchInputs
 from engine.models.decoder import Decoder
 from engine.sampler import sample
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 
 OnKVWritten = Callable[[int], None]
 """Called with each layer's index, in order, once the batch's KV of it is in place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.messages import SamplingParams
 
 _PROMPT_TOKENS = 40

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_plan import ScheduledChunk
+from engine.sequence import Sequence, SequenceState
 from mesh.errors import DeadlineExceeded, PdmeshError, TransferFailed
 from mesh.messages import LoadSnapshot, PrefillRequest
 from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from engine.backends.base import Backend
+from engine.backend import Backend
 from engine.backends.gpu.device import CudaDevice
 from engine.device import ON_CPU, DeviceKind, Placement, cpu_level
 from engine.engine import Engine

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.case import Case, poisoned, relative_error
-from engine.backends.base import KVCacheSpec, KVDtype
+from engine.backend import KVCacheSpec, KVDtype
 from engine.backends.gpu.backend import ACTIVATIONS
 from engine.backends.gpu.kernels import paged_decode as decode
 from engine.backends.gpu.kernels import rope_kv_write as rope

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from engine.backends.base import KVCacheSpec
+from engine.backend import KVCacheSpec
 from engine.gpu_memory.fit import Alternative, GpuMemory, KVDemand, Share, fit_kv_blocks
 from engine.gpu_memory.largest_step import run_largest_step
 from engine.model_config import ModelConfig

@@ -12,8 +12,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from engine.cache.block_pool import BlockPool
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_plan import StepPlan
+from engine.sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection
 from engine.cache.block_pool import BlockPool
 from engine.cache.prefix_cache import PrefixCache
 from engine.scheduling.launched_steps import LaunchedSteps
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.step_pace import StepPace
 from engine.scheduling.step_plan import ScheduledChunk, StepPlan
+from engine.sequence import Sequence, SequenceState
 
 MAX_PASSED = 16
 """How many less urgent sequences may take blocks that are too few for a more urgent one, before

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from engine.backends.base import (
+from engine.backend import (
     Embedding,
     KVCacheSpec,
     KVDtype,
@@ -47,7 +47,7 @@ class CpuStep:
 
 
 class CpuBackend:
-    """Implements ``engine.backends.base.Backend`` with float32 activations.
+    """Implements ``engine.backend.Backend`` with float32 activations.
 
     Owns the KV cache after ``allocate_kv_cache``. Not thread-safe: one engine, one thread.
     """

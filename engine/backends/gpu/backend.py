@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.backends.base import (
+from engine.backend import (
     Embedding,
     KVCacheSpec,
     KVDtype,
@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, torch.dtype] = {
 
 
 class GpuBackend:
-    """Implements ``engine.backends.base.Backend``: bfloat16 activations unless told otherwise.
+    """Implements ``engine.backend.Backend``: bfloat16 activations unless told otherwise.
 
     Owns the KV cache after ``allocate_kv_cache``. Not thread-safe: one engine, one thread.
     """

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from engine.backends.base import Embedding, Linear
+from engine.backend import Embedding, Linear
 from engine.backends.gpu.kernels.int4_matmul import int4_matmul
 from engine.backends.gpu.kernels.int4_matmul import quantise as quantise_int4
 from engine.backends.gpu.kernels.int8_matmul import int8_matmul

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.backends.base import StepSizes
+from engine.backend import StepSizes
 from engine.backends.gpu.compile_ahead import steps_to_compile
 from engine.backends.gpu.decode_graphs import DecodeGraphs
 from engine.backends.gpu.device import Device, Event
@@ -22,7 +22,7 @@ from engine.backends.gpu.sampling import Sampler
 from engine.backends.gpu.step import StepInputBuffers, is_pure_decode
 from engine.batch import BatchInputs
 from engine.models.decoder import Decoder
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from engine.step_runner import OnKVWritten, StepOutput
 from engine.tensor_parallel.group import TensorParallelGroup
 

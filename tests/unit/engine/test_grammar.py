@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.errors import GrammarFailed
 from tests.unit.engine.characters import END_ID, CharacterLlama, text, tokens_of
 from tests.unit.engine.tiny_llama import TinyLlama, generate, new_sequence, random_prompt

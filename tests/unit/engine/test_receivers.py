@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from engine.cache.block_pool import BlockPool
 from engine.scheduling.scheduler import SHED_AFTER_S, Scheduler
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_plan import StepPlan
+from engine.sequence import Sequence
 from mesh.messages import SamplingParams
 
 BLOCK_SIZE = 4

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.cache.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_plan import StepPlan
+from engine.sequence import Sequence, SequenceState
 from mesh.messages import SloClass
 from tests.unit.engine.simulated_kv import SimulatedKV
 from tests.unit.engine.tiny_llama import new_sequence

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from engine.tensor_parallel.distributed_group import DistributedGroup, listen
 from engine.tensor_parallel.step_wire import StepSender
 from tests.unit.engine.families import random_model

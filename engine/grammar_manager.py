@@ -19,8 +19,8 @@ from functools import partial
 
 from llguidance import LLMatcher
 
-from engine.grammar.state import GrammarState
-from engine.scheduling.sequence import Sequence
+from engine.grammar_state import GrammarState
+from engine.sequence import Sequence
 from mesh.errors import ConfigError, GrammarFailed
 from mesh.model_text.grammar import GrammarVocabulary, failing_by_name, grammar_executor
 from mesh.model_text.model_files import ModelFiles

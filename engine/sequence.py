@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from engine.grammar.state import GrammarState
+from engine.grammar_state import GrammarState
 from mesh.messages import FinishReason, SamplingParams, SloClass
 from mesh.transitions import between_states
 
