@@ -18,10 +18,14 @@ from engine.backend import (
 )
 from engine.backends.gpu.device import CudaDevice, Device
 from engine.backends.gpu.kernels.act_mul import act_mul
-from engine.backends.gpu.kernels.paged_decode import choose_splits, paged_decode, workspace_size
+from engine.backends.gpu.kernels.attention.paged_decode import (
+    choose_splits,
+    paged_decode,
+    workspace_size,
+)
+from engine.backends.gpu.kernels.attention.rope_kv_write import rope_kv_write
+from engine.backends.gpu.kernels.attention.varlen_prefill import varlen_prefill
 from engine.backends.gpu.kernels.rms_norm import add_rms_norm, rms_norm
-from engine.backends.gpu.kernels.rope_kv_write import rope_kv_write
-from engine.backends.gpu.kernels.varlen_prefill import varlen_prefill
 from engine.backends.gpu.kv_view import KVView, kv_view
 from engine.backends.gpu.linears import LinearMaker, WeightScheme
 from engine.backends.gpu.step import GpuStep, StepInputBuffers

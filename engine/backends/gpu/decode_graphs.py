@@ -19,7 +19,7 @@ import torch
 
 from engine.backend import StepSizes
 from engine.backends.gpu.device import Device
-from engine.backends.gpu.kernels.take_tokens import take_tokens
+from engine.backends.gpu.kernels.sampling.take_tokens import take_tokens
 from engine.backends.gpu.sampling import Sampler
 from engine.backends.gpu.step import StepInputBuffers
 from engine.models.decoder import Decoder

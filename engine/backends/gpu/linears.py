@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 
 from engine.backend import Embedding, Linear
-from engine.backends.gpu.kernels.int4_matmul import int4_matmul
-from engine.backends.gpu.kernels.int4_matmul import quantise as quantise_int4
-from engine.backends.gpu.kernels.int8_matmul import int8_matmul
-from engine.backends.gpu.kernels.int8_matmul import quantise as quantise_int8
-from engine.backends.gpu.kernels.int8_matmul_dynamic import int8_matmul_dynamic
-from engine.backends.gpu.kernels.packed_matmul import SplitWorkspace
-from engine.backends.gpu.kernels.packed_weights import pack
+from engine.backends.gpu.kernels.linear.int4_matmul import int4_matmul
+from engine.backends.gpu.kernels.linear.int4_matmul import quantise as quantise_int4
+from engine.backends.gpu.kernels.linear.int8_matmul import int8_matmul
+from engine.backends.gpu.kernels.linear.int8_matmul import quantise as quantise_int8
+from engine.backends.gpu.kernels.linear.int8_matmul_dynamic import int8_matmul_dynamic
+from engine.backends.gpu.kernels.linear.packed_matmul import SplitWorkspace
+from engine.backends.gpu.kernels.linear.packed_weights import pack
 
 WeightScheme = Literal["fp32", "bf16", "fp16", "int8", "w8a8", "int4"]
 

@@ -10,7 +10,7 @@ import torch
 
 from engine.backend import StepSizes
 from engine.backends.gpu.device import Device
-from engine.backends.gpu.kernels.take_tokens import take_tokens
+from engine.backends.gpu.kernels.sampling.take_tokens import take_tokens
 from engine.backends.gpu.staging import Staging, section_bytes
 from engine.batch import BatchInputs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.backend import KVDtype
-from engine.backends.gpu.kernels.paged_decode import (
+from engine.backends.gpu.kernels.attention.paged_decode import (
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
     choose_splits,

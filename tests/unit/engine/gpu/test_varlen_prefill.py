@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.backend import KVDtype
-from engine.backends.gpu.kernels.varlen_prefill import reference, varlen_prefill
+from engine.backends.gpu.kernels.attention.varlen_prefill import reference, varlen_prefill
 from engine.backends.gpu.tuning import LaunchConfig
 from tests.unit.engine.gpu.paged_cache import ACTIVATION, PagedCache
 
