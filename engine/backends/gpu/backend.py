@@ -83,28 +83,23 @@ class GpuBackend:
                 return "bf16"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """See Backend."""
         return self._linears.linear(weight, bias)
 
     def router(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Backend."""
         columns = weight.to(self.device).T
         return lambda x: x.float() @ columns
 
     def embedding_and_head(
         self, embedding: torch.Tensor, head: torch.Tensor | None
     ) -> tuple[Embedding, Linear]:
-        """See Backend."""
         return self._linears.embedding_and_head(embedding, head)
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> KVMemory:
-        """See Backend."""
         pool = torch.zeros(spec.num_blocks, spec.block_bytes, dtype=torch.uint8, device=self.device)
         self._kv = kv_view(pool, spec)
         return KVMemory(pool, None)
 
     def step_runner(self, sizes: StepSizes, group: TensorParallelGroup | None = None) -> GpuRunner:
-        """See Backend."""
         self._inputs = StepInputBuffers(self._device, sizes)
         self._workspace = None
         _, _, num_kv_heads, block_size, _ = self._view.keys.shape
@@ -126,7 +121,6 @@ class GpuBackend:
         """See Backend: nothing is held."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Backend."""
         out = torch.empty_like(x)
         rms_norm(x, weight, eps, out=out)
         return out
@@ -134,7 +128,6 @@ class GpuBackend:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See Backend."""
         out = torch.empty_like(x)
         add_rms_norm(x, residual, weight, eps, out=out)
         return out
@@ -142,7 +135,6 @@ class GpuBackend:
     def rope_and_write_kv(
         self, qkv: torch.Tensor, rope: RopeTable, qk_norm: QKNorm | None, layer: int, step: GpuStep
     ) -> None:
-        """See Backend."""
         keys, values, k_scales, v_scales = self._layer(layer)
         rope_kv_write(
             qkv, step.positions, step.slot_mapping, rope.cos, rope.sin,
@@ -177,7 +169,6 @@ class GpuBackend:
         return out.view(len(qkv), num_heads * head_dim)
 
     def act_mul(self, gate_up: torch.Tensor, activation: HiddenAct) -> torch.Tensor:
-        """See Backend."""
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         act_mul(gate_up, activation, out=out)
         return out

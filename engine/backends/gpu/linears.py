@@ -31,7 +31,6 @@ class DenseLinear:
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         return torch.nn.functional.linear(x, self.weight, self._bias)
 
 
@@ -58,7 +57,6 @@ class PackedLinear:
         self.num_bytes = self._words.nbytes + self._scales.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         out = x.new_empty(x.shape[0], self._num_outputs)
         return self._product(
             x, self._words, self._scales, self._bias, out=out, workspace=self._workspace
@@ -77,7 +75,6 @@ class DynamicInt8Linear:
         self.num_bytes = self._words.nbytes + self._scales.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         out = x.new_empty(x.shape[0], self._num_outputs)
         return int8_matmul_dynamic(x, self._words, self._scales, self._bias, out=out)
 
@@ -91,7 +88,6 @@ class DenseEmbedding:
         self.num_bytes = 0 if shared else table.nbytes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See Embedding."""
         return torch.nn.functional.embedding(token_ids, self._table)
 
 
