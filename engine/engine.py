@@ -6,7 +6,6 @@ loop sets ``profile``.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 
-from engine.backend import Backend, KVCacheSpec, KVDtype, StepSizes
+from engine.backend import Backend, StepSizes
 from engine.batch import BatchInputs, build_batch
 from engine.cache.block_pool import BlockPool
 from engine.device import ON_CPU, Placement
 from engine.gpu_memory.profile import GpuCacheSizer
 from engine.grammar_manager import GrammarManager
-from engine.model_config import ModelConfig
+from engine.kv_geometry import fingerprint, kv_spec, longest_sequence
 from engine.models.decoder import Decoder
 from engine.profiling.limits import Limits
 from engine.profiling.session import ProfileSession
@@ -31,15 +30,13 @@ from engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from engine.sequence import Sequence
 from engine.step_runner import ComputingStep
 from engine.tensor_parallel.group import TensorParallelGroup
-from engine.tensor_parallel.shard import ModelShard, plan_shard
+from engine.tensor_parallel.shard import plan_shard
 from engine.weights.open import open_model
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError, GrammarFailed
-from mesh.messages import PROTOCOL_VERSION
 from mesh.model_text.model_files import resolve_model
 from mesh.telemetry import metrics
 
-_MIB = 1 << 20
 _EWMA_WEIGHT = 0.2
 _STEP_TOKENS = metrics.histogram(
     metrics.ITERATION_TOKENS, "Tokens computed in a step.", buckets=metrics.TOKEN_COUNT_BUCKETS
@@ -127,10 +124,10 @@ class Engine:
         files = resolve_model(config.model)
         self.model_config, source = open_model(files)
         self.placement = placement
-        max_model_len = _max_model_len(config, self.model_config)
+        max_model_len = longest_sequence(config, self.model_config)
         self.group = group = group or TensorParallelGroup()
         self.shard = plan_shard(self.model_config, group.rank, group.size, config.weights)
-        self.kv_spec = _kv_spec(config, self.model_config, self.shard, backend.default_kv_dtype)
+        self.kv_spec = kv_spec(config, self.model_config, self.shard, backend.default_kv_dtype)
         if sizer is not None:
             sizer.check(self.model_config, self.kv_spec, max_model_len)
         with source:
@@ -155,7 +152,7 @@ class Engine:
             pace=self.pace,
         )
         self.grammars = GrammarManager(files, self.model_config.vocab_size)
-        self.fingerprint = _fingerprint(
+        self.fingerprint = fingerprint(
             self.model_config, weights_hash, self.kv_spec, backend.kv_layout
         )
         self._num_layer_groups = config.kv_layer_groups
@@ -347,47 +344,3 @@ class Engine:
             return
         self.step_time_s += _EWMA_WEIGHT * (seconds - self.step_time_s)
         self.tokens_per_s += _EWMA_WEIGHT * (num_tokens / seconds - self.tokens_per_s)
-
-
-def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
-    if config.max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is over the model's "
-            f"{model.max_position_embeddings}"
-        )
-    return config.max_model_len or model.max_position_embeddings
-
-
-def _kv_spec(
-    config: WorkerConfig, model: ModelConfig, shard: ModelShard, default_dtype: KVDtype
-) -> KVCacheSpec:
-    spec = KVCacheSpec(
-        num_blocks=config.kv_blocks or 1,
-        num_layers=model.num_layers,
-        num_kv_heads=len(shard.kv_heads),
-        block_size=config.block_size,
-        head_dim=model.head_dim,
-        dtype=default_dtype if config.kv_dtype == "auto" else config.kv_dtype,
-    )
-    if config.kv_blocks:
-        return spec
-    num_blocks = config.kv_memory_mib * _MIB // shard.size // spec.block_bytes
-    if num_blocks < 1:
-        shared = f" for each of {shard.size} ranks" if shard.size > 1 else ""
-        raise ConfigError(
-            f"kv_memory_mib {config.kv_memory_mib} holds no block of {spec.block_bytes} bytes"
-            + shared
-        )
-    return replace(spec, num_blocks=num_blocks)
-
-
-def _fingerprint(model: ModelConfig, weights_hash: str, spec: KVCacheSpec, kv_layout: str) -> str:
-    """Hash of everything that must be equal for two workers to exchange KV blocks.
-
-    Not of the number of ranks: workers of different ones exchange heads.
-    """
-    parts: list[object] = [
-        PROTOCOL_VERSION, kv_layout, model, weights_hash,
-        spec.num_layers, model.num_kv_heads, spec.block_size, spec.head_dim, spec.dtype,
-    ]  # fmt: skip
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -13,7 +13,8 @@ import transformers
 
 from engine.backends.cpu.backend import CpuBackend, WeightScheme
 from engine.device import ON_CPU
-from engine.engine import Engine, _kv_spec
+from engine.engine import Engine
+from engine.kv_geometry import kv_spec
 from engine.tensor_parallel.shard import plan_shard
 from engine.weights.hf_config import config_from_hf
 from mesh.config import WorkerConfig
@@ -165,4 +166,4 @@ def test_the_pools_memory_is_a_workers_and_divided(size: int, num_blocks: int) -
     # each, every head is held twice
     model = config_from_hf(transformers.LlamaConfig(**SHAPE).to_dict())
     config = _config("", kv_blocks=0, kv_memory_mib=1)
-    assert _kv_spec(config, model, plan_shard(model, 0, size), "fp32").num_blocks == num_blocks
+    assert kv_spec(config, model, plan_shard(model, 0, size), "fp32").num_blocks == num_blocks
