@@ -12,7 +12,7 @@ from mesh.threads import configure_threads
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.scheduling.sequence import Sequence
+    from engine.sequence import Sequence
 
 _DEADLINE_S = 3600.0
 BLOCK_SIZE = 16
@@ -58,7 +58,7 @@ def add_sequence(
         num_output: tokens; a ``grammar`` must not end before.
         grammar: what the output follows, see ``mesh.model_text.grammar``.
     """
-    from engine.scheduling.sequence import Sequence
+    from engine.sequence import Sequence
 
     now_s = time.monotonic()
     sequence = Sequence(
@@ -70,7 +70,7 @@ def add_sequence(
         deadline_s=now_s + _DEADLINE_S,
         arrival_s=now_s,
     )
-    engine.constrainer.attach(sequence)
+    engine.grammars.attach(sequence)
     engine.scheduler.add(sequence)
     return sequence
 

@@ -23,7 +23,7 @@ from mesh.config import WEIGHTS, Weights
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.scheduling.sequence import Sequence
+    from engine.sequence import Sequence
 
 _BUFFER_FLOATS = 512 * 1000 * 1000 // 4
 _BANDWIDTH_RUNS = 7

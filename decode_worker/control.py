@@ -108,7 +108,7 @@ class DecodeControl:
         if followers is not None:
             followers.on_lost = self._runtime.fail
             followers.on_report = lambda rank, report: self._on_report(remotes[rank - 1], report)
-        engine.constrainer.on_ready = self._runtime.wake
+        engine.grammars.on_ready = self._runtime.wake
         self._metrics = ReceiveMetrics()
         self._spans = open_spans(config)
 

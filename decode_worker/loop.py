@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.sequence import Sequence, SequenceState
 from mesh.errors import DeadlineExceeded, PdmeshError
 from mesh.messages import (
     DecodeRequest,
@@ -159,7 +159,7 @@ class DecodeLoop:
             self._events.append(Failed(gateway_id, message))
             return
         sequence = make_sequence(request)
-        self._engine.constrainer.attach(sequence)
+        self._engine.grammars.attach(sequence)
         self._jobs[request.transfer_id] = Job(sequence, gateway_id, submit.received_s)
         if request.prefill is not None:
             self._prefill[request.transfer_id] = request.prefill

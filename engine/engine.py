@@ -1,11 +1,11 @@
 """One model on one device: scheduler + block pool + model, advanced by ``step``.
 
-Single-threaded: everything here runs on the worker's model thread.
+The worker's model thread runs it. Beside it only the grammar threads work for it, and the control
+loop sets ``profile``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,32 +13,30 @@ from typing import Any
 
 import torch
 
-from engine.backends.base import Backend, KVCacheSpec, KVDtype, StepSizes
+from engine.backend import Backend, StepSizes
 from engine.batch import BatchInputs, build_batch
 from engine.cache.block_pool import BlockPool
 from engine.device import ON_CPU, Placement
 from engine.gpu_memory.profile import GpuCacheSizer
-from engine.grammar.manager import Constrainer
-from engine.model_config import ModelConfig
+from engine.grammar_manager import GrammarManager
+from engine.kv_geometry import fingerprint, kv_spec, longest_sequence
 from engine.models.decoder import Decoder
 from engine.profiling.limits import Limits
 from engine.profiling.session import ProfileSession
 from engine.sampler import SampledToken, needs_host, sample
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_pace import StepPace
 from engine.scheduling.step_plan import ScheduledChunk, StepPlan
+from engine.sequence import Sequence
 from engine.step_runner import ComputingStep
 from engine.tensor_parallel.group import TensorParallelGroup
-from engine.tensor_parallel.shard import ModelShard, plan_shard
+from engine.tensor_parallel.shard import plan_shard
 from engine.weights.open import open_model
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError, GrammarFailed
-from mesh.messages import PROTOCOL_VERSION
 from mesh.model_text.model_files import resolve_model
 from mesh.telemetry import metrics
 
-_MIB = 1 << 20
 _EWMA_WEIGHT = 0.2
 _STEP_TOKENS = metrics.histogram(
     metrics.ITERATION_TOKENS, "Tokens computed in a step.", buckets=metrics.TOKEN_COUNT_BUCKETS
@@ -64,7 +62,7 @@ class StepOutcome:
     """Sequences that now hold blocks for KV from a prefill worker."""
     expired: list[Sequence]
     """Sequences dropped at their deadline; their blocks are free."""
-    displaced: Sequence | None
+    shed: Sequence | None
     """A computed sequence to give up, see ``StepPlan``."""
     failed: list[tuple[Sequence, GrammarFailed]]
     """Sequences that cannot go on, still running: the caller ends them."""
@@ -126,10 +124,10 @@ class Engine:
         files = resolve_model(config.model)
         self.model_config, source = open_model(files)
         self.placement = placement
-        max_model_len = _max_model_len(config, self.model_config)
+        max_model_len = longest_sequence(config, self.model_config)
         self.group = group = group or TensorParallelGroup()
         self.shard = plan_shard(self.model_config, group.rank, group.size, config.weights)
-        self.kv_spec = _kv_spec(config, self.model_config, self.shard, backend.default_kv_dtype)
+        self.kv_spec = kv_spec(config, self.model_config, self.shard, backend.default_kv_dtype)
         if sizer is not None:
             sizer.check(self.model_config, self.kv_spec, max_model_len)
         with source:
@@ -150,11 +148,11 @@ class Engine:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
-            hands_off=config.role == "prefill",
+            prefill_only=config.role == "prefill",
             pace=self.pace,
         )
-        self.constrainer = Constrainer(files, self.model_config.vocab_size)
-        self.fingerprint = _fingerprint(
+        self.grammars = GrammarManager(files, self.model_config.vocab_size)
+        self.fingerprint = fingerprint(
             self.model_config, weights_hash, self.kv_spec, backend.kv_layout
         )
         self._num_layer_groups = config.kv_layer_groups
@@ -169,7 +167,7 @@ class Engine:
         """Measured by the first profile."""
         self._plain_model = self.model
         self._build_batch, self._sample = build_batch, sample
-        self.announce: Callable[[BatchInputs, int], None] | None = None
+        self.broadcast: Callable[[BatchInputs, int], None] | None = None
         """Tells the other ranks what is computed next, and in a graph of how many rows."""
         self.num_forwards = 0
         """Steps launched."""
@@ -219,7 +217,7 @@ class Engine:
             computed=[chunk for chunk in computed if chunk.sequence.is_running],
             reserved=plan.reserved,
             expired=plan.expired,
-            displaced=plan.displaced,
+            shed=plan.shed,
             failed=failed,
             num_tokens=0 if done is None else done.num_tokens,
             has_launched=self._launched is not None,
@@ -243,10 +241,10 @@ class Engine:
             if self._draws_on_host or needs_host(sequence)
         ]
         on_kv_written = None if on_group is None else self._by_group(plan.chunks, on_group)
-        self.constrainer.begin(sampled)
+        self.grammars.begin(sampled)
         self.num_forwards += 1
-        if self.announce is not None:
-            self.announce(batch, self.runner.graph_rows(self.model, batch, on_kv_written))
+        if self.broadcast is not None:
+            self.broadcast(batch, self.runner.graph_rows(self.model, batch, on_kv_written))
         step = self.runner.launch(self.model, batch, sampled, host_rows, on_kv_written)
         self.scheduler.launch(plan)
         return _Launched(plan, sampled, host_rows, step, batch.num_tokens, start_s)
@@ -257,7 +255,7 @@ class Engine:
         """Wait for a step's tokens and append them to the sequences that still want them."""
         output = launched.step.finish()
         on_host = [launched.sampled[row] for row in launched.host_rows]
-        late, failed = self.constrainer.collect(s for s in on_host if s.is_answering)
+        late, failed = self.grammars.collect(s for s in on_host if s.is_answering)
         unsampled = {*late, *(sequence for sequence, _ in failed)}
         self.scheduler.step_done(launched.plan, late=late)
         tokens = [SampledToken(token_id, None) for token_id in output.token_ids]
@@ -283,7 +281,7 @@ class Engine:
     def follow(
         self, batch: BatchInputs, graph_rows: int, on_group: Callable[[int], None] | None = None
     ) -> ComputingStep:
-        """Begin this rank's part of a step that rank 0 announced.
+        """Begin this rank's part of a step that rank 0 broadcast.
 
         ``on_group`` is called with the index of each group of layers whose KV is written.
         """
@@ -346,47 +344,3 @@ class Engine:
             return
         self.step_time_s += _EWMA_WEIGHT * (seconds - self.step_time_s)
         self.tokens_per_s += _EWMA_WEIGHT * (num_tokens / seconds - self.tokens_per_s)
-
-
-def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
-    if config.max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is over the model's "
-            f"{model.max_position_embeddings}"
-        )
-    return config.max_model_len or model.max_position_embeddings
-
-
-def _kv_spec(
-    config: WorkerConfig, model: ModelConfig, shard: ModelShard, default_dtype: KVDtype
-) -> KVCacheSpec:
-    spec = KVCacheSpec(
-        num_blocks=config.kv_blocks or 1,
-        num_layers=model.num_layers,
-        num_kv_heads=len(shard.kv_heads),
-        block_size=config.block_size,
-        head_dim=model.head_dim,
-        dtype=default_dtype if config.kv_dtype == "auto" else config.kv_dtype,
-    )
-    if config.kv_blocks:
-        return spec
-    num_blocks = config.kv_memory_mib * _MIB // shard.size // spec.block_bytes
-    if num_blocks < 1:
-        shared = f" for each of {shard.size} ranks" if shard.size > 1 else ""
-        raise ConfigError(
-            f"kv_memory_mib {config.kv_memory_mib} holds no block of {spec.block_bytes} bytes"
-            + shared
-        )
-    return replace(spec, num_blocks=num_blocks)
-
-
-def _fingerprint(model: ModelConfig, weights_hash: str, spec: KVCacheSpec, kv_layout: str) -> str:
-    """Hash of everything that must be equal for two workers to exchange KV blocks.
-
-    Not of the number of ranks: workers of different ones exchange heads.
-    """
-    parts: list[object] = [
-        PROTOCOL_VERSION, kv_layout, model, weights_hash,
-        spec.num_layers, model.num_kv_heads, spec.block_size, spec.head_dim, spec.dtype,
-    ]  # fmt: skip
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
 
-from engine.rope_config import RopeConfig, RopeScaling, rope_inv_freq
+from engine.rope_config import RopeConfig, rope_inv_freq
 from mesh.errors import ConfigError
-
-__all__ = [
-    "Architecture",
-    "HiddenAct",
-    "LayerType",
-    "ModelConfig",
-    "RopeConfig",
-    "RopeScaling",
-    "inv_freq",
-]
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe"]
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -104,40 +93,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Width of one expert."""
     norm_topk_prob: bool = False
     """The chosen experts' probabilities (softmax over all experts) are rescaled to sum to 1."""
-
-    @classmethod
-    def from_hf(cls, config_json: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face ``config.json``.
-
-        Raises:
-            ConfigError: A field is missing, wrong, or asks for something not supported.
-        """
-        from engine.weights.hf_config import config_from_hf  # it imports this module
-
-        return config_from_hf(config_json)
-
-    @classmethod
-    def from_gguf(
-        cls,
-        fields: Mapping[str, Any],
-        *,
-        tensor_shapes: Mapping[str, tuple[int, ...]],
-        rope_factors: Sequence[float] = (),
-    ) -> ModelConfig:
-        """Read the metadata of a GGUF file.
-
-        Args:
-            fields: Metadata by key, as ``GgufHeader.fields``.
-            tensor_shapes: Shapes of the file's tensors by their GGUF names, outermost first: they
-                tell tied embeddings, biases and the size of the vocabulary.
-            rope_factors: Content of the tensor ``rope_freqs.weight`` where there is one.
-
-        Raises:
-            ConfigError: A field is missing, wrong, or asks for something not supported.
-        """
-        from engine.weights.gguf_config import config_from_gguf  # it imports this module
-
-        return config_from_gguf(fields, tensor_shapes=tensor_shapes, rope_factors=rope_factors)
 
     def validate(self) -> None:
         """Check the fields against each other.

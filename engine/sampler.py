@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.messages import SamplingParams, TokenLogprobs
 
 FloatRow = npt.NDArray[np.float32]
@@ -61,7 +61,7 @@ def needs_host(sequence: Sequence) -> bool:
     sampling = sequence.sampling
     return (
         sampling.num_logprobs >= 0
-        or sequence.constraint is not None
+        or sequence.grammar_state is not None
         or _changes_logits(sampling, sequence.next_output_index)
     )
 
@@ -83,9 +83,9 @@ def _sample_row(row: FloatRow, sequence: Sequence) -> SampledToken:
     original = row.copy() if sampling.num_logprobs >= 0 else row
     if _changes_logits(sampling, sequence.num_output_tokens):
         _adjust_logits(row, sequence)
-    if sequence.constraint is not None:
-        assert sequence.constraint.forbidden is not None, "collected before"
-        np.copyto(row, -np.inf, where=sequence.constraint.forbidden)
+    if sequence.grammar_state is not None:
+        assert sequence.grammar_state.forbidden is not None, "collected before"
+        np.copyto(row, -np.inf, where=sequence.grammar_state.forbidden)
     if sampling.temperature == 0:
         token_id = int(row.argmax())
     else:
@@ -118,7 +118,7 @@ def _adjust_logits(row: FloatRow, sequence: Sequence) -> None:
         row[allowed] = kept
     if sampling.bad_words:
         row[_bad_next_tokens(sequence)] = -np.inf
-    if sequence.num_output_tokens < sampling.min_tokens and sequence.constraint is None:
+    if sequence.num_output_tokens < sampling.min_tokens and sequence.grammar_state is None:
         row[list(sampling.stop_token_ids)] = -np.inf
 
 

@@ -17,7 +17,7 @@ import torch
 from engine.batch import BatchInputs
 from engine.models.decoder import Decoder
 from engine.sampler import sample
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 
 OnKVWritten = Callable[[int], None]
 """Called with each layer's index, in order, once the batch's KV of it is in place."""
@@ -98,19 +98,17 @@ class HostRunner:
         self._last_tokens = np.empty(0, np.int64)
 
     def prepare(self, model: Decoder) -> None:
-        """See StepRunner."""
+        """Nothing: there are no graphs, and warming up compiles the kernels."""
 
     def graph_rows(
         self, model: Decoder, batch: BatchInputs, on_kv_written: OnKVWritten | None
     ) -> int:
-        """See StepRunner."""
         return 0
 
     def launch(
         self, model: Decoder, batch: BatchInputs, sequences: SequenceOf[Sequence],
         host_rows: SequenceOf[int], on_kv_written: OnKVWritten | None = None,
     ) -> ComputingStep:  # fmt: skip
-        """See StepRunner."""
         pending = batch.token_sources >= 0
         if pending.any():
             batch.token_ids[pending] = self._last_tokens[batch.token_sources[pending]]
@@ -129,7 +127,6 @@ class HostRunner:
         self, model: Decoder, batch: BatchInputs, graph_rows: int,
         on_kv_written: OnKVWritten | None = None,
     ) -> ComputingStep:  # fmt: skip
-        """See StepRunner."""
         assert not graph_rows
         assert (batch.token_sources < 0).all(), "rank 0 does not run ahead of a host"
         return _Computed(StepOutput([], model.forward(batch, on_kv_written)))

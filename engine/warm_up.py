@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.messages import SamplingParams
 
 _PROMPT_TOKENS = 40
@@ -18,7 +18,7 @@ def warm_up(engine: Engine) -> None:
     if length < 1:
         return
     _run_prompt(engine, length)
-    if engine.group.size == 1:  # several ranks have done it before the first announced step
+    if engine.group.size == 1:  # several ranks have done it before the first broadcast step
         engine.runner.prepare(engine.model)
     engine.pace.forget()  # it has measured the compiler
     _run_prompt(engine, length)

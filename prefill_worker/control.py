@@ -104,7 +104,7 @@ class PrefillControl:
             followers.on_report = lambda rank, report: self._on_report(remotes[rank - 1], report)
         if config.kv_layer_groups > 1:
             self._loop.emit = self._runtime.emit
-        engine.constrainer.on_ready = self._runtime.wake
+        engine.grammars.on_ready = self._runtime.wake
         self._spans = open_spans(config)
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.engine import Engine, StepResult
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_plan import ScheduledChunk
+from engine.sequence import Sequence, SequenceState
 from mesh.errors import DeadlineExceeded, PdmeshError, TransferFailed
 from mesh.messages import LoadSnapshot, PrefillRequest
 from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
@@ -124,7 +124,7 @@ class PrefillLoop:
             case Congestion():
                 self._congested = command.decode_worker_ids
                 for transfer_id, job in self._jobs.items():
-                    job.sequence.is_held_back = self._receivers[transfer_id] in self._congested
+                    job.sequence.is_backpressured = self._receivers[transfer_id] in self._congested
 
     def take_events(self) -> list[Event]:
         """See ``Loop``."""
@@ -148,8 +148,8 @@ class PrefillLoop:
             for sequence, failed in outcome.failed:
                 self._scheduler.hold_for_sending(sequence)  # its blocks may be on the wire
                 self._give_up(sequence, failed)
-            if outcome.displaced is not None:
-                self._displace(outcome.displaced)
+            if outcome.shed is not None:
+                self._shed(outcome.shed)
         events = self.take_events()
         self.snapshot = take_snapshot(self._engine)
         return events, worked
@@ -170,13 +170,13 @@ class PrefillLoop:
                 self._events.append(CancelTransfer(request.transfer_id))
             return
         sequence = make_sequence(request)
-        self._engine.constrainer.attach(sequence)
+        self._engine.grammars.attach(sequence)
         sequence.has_receiver = request.transfer_id in self._early_grants
         self._early_grants.pop(request.transfer_id, None)
         self._jobs[request.transfer_id] = Job(sequence, gateway_id, received_s)
         self._num_submitted[request.transfer_id] = 0
         self._receivers[request.transfer_id] = request.decode.worker_id
-        sequence.is_held_back = request.decode.worker_id in self._congested
+        sequence.is_backpressured = request.decode.worker_id in self._congested
         self._scheduler.add(sequence)
 
     def _granted(self, transfer_id: str) -> None:
@@ -188,7 +188,7 @@ class PrefillLoop:
         if len(self._early_grants) > _MAX_EARLY_GRANTS:
             self._early_grants.popitem(last=False)
 
-    def _displace(self, sequence: Sequence) -> None:
+    def _shed(self, sequence: Sequence) -> None:
         """Give up a computed sequence that no decode worker has room for."""
         self._give_up(sequence, TransferFailed("no decode worker had room for the KV"))
 

@@ -170,7 +170,7 @@ class WorkerHost:
             (
                 "pdmesh:grammar_masks_late",
                 "Tokens put off because the mask of their grammar was late.",
-                self._engine.constrainer.num_late,
+                self._engine.grammars.num_late,
             ),
             (
                 metrics.PREFIX_CACHE_QUERIES,

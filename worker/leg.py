@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.engine import Engine
 from engine.sampler import SampledToken
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.errors import ContextTooLong, PdmeshError
 from mesh.leg_timing import LegTiming
 from mesh.messages import (

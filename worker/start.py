@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from engine.backends.base import Backend
+from engine.backend import Backend
 from engine.backends.gpu.device import CudaDevice
 from engine.device import ON_CPU, DeviceKind, Placement, cpu_level
 from engine.engine import Engine
@@ -126,9 +126,9 @@ def build_engine(
         group = None if followers is None else followers.join(backend.device)
         engine = Engine(config, backend, group, sizer=sizer, placement=placement)
         if followers is not None:
-            engine.announce = followers.announce
+            engine.broadcast = followers.broadcast
             engine.runner.prepare(engine.model)  # now, as every follower does
-        engine.constrainer.prepare()
+        engine.grammars.prepare()
         loaded_s = time.monotonic()
         if kernels is not None:
             kernels.wait()
@@ -145,7 +145,7 @@ def build_engine(
 def build_rank(setup: RankSetup) -> Engine:
     """Load a follower's part of the model and allocate its part of the cache.
 
-    Its kernels are rank 0's, which announces no step before they are compiled.
+    Its kernels are rank 0's, which broadcasts no step before they are compiled.
 
     Raises:
         ConfigError: the model or a size is unusable, or the ranks did not find each other.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.case import Case, poisoned, relative_error
-from engine.backends.base import KVCacheSpec, KVDtype
+from engine.backend import KVCacheSpec, KVDtype
 from engine.backends.gpu.backend import ACTIVATIONS
-from engine.backends.gpu.kernels import paged_decode as decode
-from engine.backends.gpu.kernels import rope_kv_write as rope
-from engine.backends.gpu.kernels import varlen_prefill as prefill
+from engine.backends.gpu.kernels.attention import paged_decode as decode
+from engine.backends.gpu.kernels.attention import rope_kv_write as rope
+from engine.backends.gpu.kernels.attention import varlen_prefill as prefill
 from engine.backends.gpu.kv_view import kv_view
 
 _BOUNDS = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 1.6e-2}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.backends.base import KVCacheSpec, StepSizes
+from engine.backend import KVCacheSpec, StepSizes
 from engine.backends.gpu.backend import GpuBackend
 from engine.backends.gpu.device import CudaDevice, Device
 from engine.backends.gpu.linears import WeightScheme
@@ -18,8 +18,8 @@ from engine.batch import BatchInputs, build_batch
 from engine.model_config import LayerType, ModelConfig
 from engine.models.decoder import Decoder
 from engine.rope_config import RopeConfig
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_plan import ScheduledChunk
+from engine.sequence import Sequence
 from engine.weights.expected_tensors import expected_tensors
 from engine.weights.source import WeightSource
 from mesh.messages import SamplingParams

@@ -22,7 +22,7 @@ from engine.backends.gpu.linears import WeightScheme
 from engine.backends.gpu.step_runner import GpuRunner
 from engine.engine import Engine
 from engine.model_config import ModelConfig, inv_freq
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from engine.warm_up import warm_up
 from engine.weights.open import open_model
 from engine.weights.source import WeightSource

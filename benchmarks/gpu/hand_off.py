@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.servers import Server, pdmesh_cluster, served_model
-from engine.model_config import ModelConfig
 from engine.weights.expected_tensors import expected_tensors
+from engine.weights.hf_config import config_from_hf
 
 HEADINGS = (
     "transport", "prompt", "first token ms", "again ms", "ms / token", "KV MB", "KV MB/s",
@@ -48,7 +48,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     """A random model in bfloat16, with a tokenizer of bytes."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
-    for name, shape in expected_tensors(ModelConfig.from_hf(config)):
+    for name, shape in expected_tensors(config_from_hf(config)):
         values = torch.randn(shape, generator=generator)
         scaled = values * 0.02 + 1.0 if len(shape) == 1 else values * 1.5 * shape[-1] ** -0.5
         tensors[name] = scaled.to(torch.bfloat16)

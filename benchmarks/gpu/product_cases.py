@@ -8,11 +8,11 @@ import torch
 
 from benchmarks.gpu.case import Case, poisoned, relative_error
 from engine.backends.gpu.backend import ACTIVATIONS
-from engine.backends.gpu.kernels import int4_matmul as int4
-from engine.backends.gpu.kernels import int8_matmul as int8
-from engine.backends.gpu.kernels import int8_matmul_dynamic as dynamic
-from engine.backends.gpu.kernels.packed_matmul import SplitWorkspace
-from engine.backends.gpu.kernels.packed_weights import pack
+from engine.backends.gpu.kernels.linear import int4_matmul as int4
+from engine.backends.gpu.kernels.linear import int8_matmul as int8
+from engine.backends.gpu.kernels.linear import int8_matmul_dynamic as dynamic
+from engine.backends.gpu.kernels.linear.packed_matmul import SplitWorkspace
+from engine.backends.gpu.kernels.linear.packed_weights import pack
 
 _BOUNDS = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 1e-2}
 _GROUP = 128

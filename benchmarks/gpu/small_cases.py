@@ -8,8 +8,9 @@ import torch
 
 from benchmarks.gpu.case import Case, poisoned, relative_error
 from engine.backends.gpu.backend import ACTIVATIONS
-from engine.backends.gpu.kernels import act_mul, rms_norm, sample, take_tokens
-from engine.backends.gpu.kernels.sample_workspace import CHUNK, MAX_CHUNKS, SampleWorkspace
+from engine.backends.gpu.kernels import act_mul, rms_norm
+from engine.backends.gpu.kernels.sampling import sample, take_tokens
+from engine.backends.gpu.kernels.sampling.sample_workspace import CHUNK, MAX_CHUNKS, SampleWorkspace
 from engine.model_config import HiddenAct
 
 _BOUNDS = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1e-2}

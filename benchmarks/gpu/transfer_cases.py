@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu.case import Case, poisoned, relative_error
-from engine.backends.base import KVCacheSpec, KVDtype
-from engine.backends.gpu.kernels import block_move, kv_compress
+from engine.backend import KVCacheSpec, KVDtype
+from engine.backends.gpu.kernels.transfer import block_move, kv_compress
 
 _NUM_BLOCKS = 7
 _GROUP = 32

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 
 from engine.cache.block_pool import BlockPool
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 
 _DIGEST_BYTES = 16
 

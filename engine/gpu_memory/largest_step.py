@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from engine.backends.base import KVCacheSpec, StepSizes
+from engine.backend import KVCacheSpec, StepSizes
 from engine.batch import build_batch
 from engine.cache.block_pool import BlockPool
 from engine.models.decoder import Decoder
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.messages import SamplingParams
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from engine.backends.base import KVCacheSpec
+from engine.backend import KVCacheSpec
 from engine.gpu_memory.fit import Alternative, GpuMemory, KVDemand, Share, fit_kv_blocks
 from engine.gpu_memory.largest_step import run_largest_step
 from engine.model_config import ModelConfig
@@ -50,21 +50,17 @@ class CudaMeter:
         self._device = device
 
     def total(self) -> int:
-        """See MemoryMeter."""
         return int(torch.cuda.mem_get_info(self._device)[1])
 
     def outside(self) -> int:
-        """See MemoryMeter."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free - torch.cuda.memory_reserved(self._device))
 
     def allocated(self) -> int:
-        """See MemoryMeter."""
         return int(torch.cuda.memory_allocated(self._device))
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """See MemoryMeter."""
         torch.cuda.reset_peak_memory_stats(self._device)
         run()
         torch.cuda.synchronize(self._device)

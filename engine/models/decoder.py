@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.backends.base import Backend, Embedding, Linear, QKNorm, RopeTable, StepInputs
+from engine.backend import Backend, Embedding, Linear, QKNorm, RopeTable, StepInputs
 from engine.batch import BatchInputs
 from engine.model_config import ModelConfig, inv_freq
 from engine.models.mlp import GatedMlp, MoeMlp, WrapLinear

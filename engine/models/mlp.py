@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.backends.base import Backend, Linear
+from engine.backend import Backend, Linear
 from engine.model_config import HiddenAct
 
 WrapLinear = Callable[[Linear, str, int | None], Linear]

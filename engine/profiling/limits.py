@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.backends.base import Linear
+from engine.backend import Linear
 
 _BUFFER_BYTES = 256 << 20
 _GEMM_SIZE = {"cpu": 1024, "cuda": 8192}

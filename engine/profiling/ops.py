@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from engine.backends.base import (
+from engine.backend import (
     Backend,
     Embedding,
     KVCacheSpec,

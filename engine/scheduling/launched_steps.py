@@ -12,12 +12,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from engine.cache.block_pool import BlockPool
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_plan import StepPlan
+from engine.sequence import Sequence
 
 
 @dataclass(slots=True)
-class _Launched:
+class _HeldStep:
     plan: StepPlan
     sequences: set[Sequence]
     retired: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class LaunchedSteps:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._steps: collections.deque[_Launched] = collections.deque()
+        self._steps: collections.deque[_HeldStep] = collections.deque()
 
     @property
     def num_steps(self) -> int:
@@ -42,7 +42,7 @@ class LaunchedSteps:
 
     def add(self, plan: StepPlan) -> None:
         """The plan was launched."""
-        self._steps.append(_Launched(plan, {chunk.sequence for chunk in plan.chunks}))
+        self._steps.append(_HeldStep(plan, {chunk.sequence for chunk in plan.chunks}))
 
     def done(self, plan: StepPlan) -> None:
         """The oldest plan is computed."""

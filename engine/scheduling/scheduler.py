@@ -13,16 +13,16 @@ from collections.abc import Callable, Collection
 from engine.cache.block_pool import BlockPool
 from engine.cache.prefix_cache import PrefixCache
 from engine.scheduling.launched_steps import LaunchedSteps
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.step_pace import StepPace
 from engine.scheduling.step_plan import ScheduledChunk, StepPlan
+from engine.sequence import Sequence, SequenceState
 
 MAX_PASSED = 16
 """How many less urgent sequences may take blocks that are too few for a more urgent one, before
 all blocks that become free are kept for it. Else a long prompt at the head leaves them unused."""
 
-DISPLACE_AFTER_S = 5.0
+SHED_AFTER_S = 5.0
 """How long a granted prompt waits for blocks before one that nobody takes must give its up."""
 
 
@@ -39,11 +39,11 @@ class Scheduler:
         batch_chunk_tokens: int = 128,
         prefix_caching: bool = True,
         watermark: float = 0.01,
-        hands_off: bool = False,
+        prefill_only: bool = False,
         pace: StepPace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With ``hands_off``, sequences leave at their first token (a prefill worker's do).
+        """With ``prefill_only``, sequences leave at their first token (a prefill worker's do).
 
         ``pace`` bounds what prompts add to a step; None: only ``max_batched_tokens`` does.
         """
@@ -62,16 +62,15 @@ class Scheduler:
         """Tokens of live sequences whose KV was in the pool after the last step."""
         self.launched = LaunchedSteps(pool)
         """Plans that compute. Their sequences may be finished, but not preempted."""
-        self._hands_off = hands_off
+        self._prefill_only = prefill_only
         self._watermark_blocks = int(watermark * pool.num_blocks)
         self._clock = clock
         self._budget = StepBudget(max_batched_tokens, batch_chunk_tokens, pace)
         self._waiting: list[Sequence] = []
-        self._waiting_remote: set[Sequence] = set()
         self._waiting_for_kv: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._sending: dict[str, Sequence] = {}
-        self._displaced: Sequence | None = None
+        self._shed: Sequence | None = None
 
     # ------------------------------------------------------------------ arrivals and departures
 
@@ -82,9 +81,8 @@ class Scheduler:
     def add(self, sequence: Sequence, *, remote_prefill: bool = False) -> None:
         """Queue a sequence; with ``remote_prefill`` it waits for KV once blocks are reserved."""
         assert sequence.state is SequenceState.WAITING
+        sequence.is_remote = remote_prefill
         self._waiting.append(sequence)
-        if remote_prefill:
-            self._waiting_remote.add(sequence)
 
     def kv_arrived(self, sequence: Sequence) -> None:
         """All prompt KV of a WAITING_FOR_KV sequence is in its blocks; it may run."""
@@ -240,7 +238,7 @@ class Scheduler:
 
     def _is_leaving(self, sequence: Sequence) -> bool:
         """Whether the pending token is known to be its last one here."""
-        ends = self._hands_off or sequence.next_output_index >= sequence.sampling.max_tokens
+        ends = self._prefill_only or sequence.next_output_index >= sequence.sampling.max_tokens
         return sequence.num_pending_tokens > 0 and ends
 
     def _admit_waiting(self, plan: StepPlan) -> None:
@@ -248,12 +246,11 @@ class Scheduler:
         may_hold = self._blocks_left_without_receiver()
         blocked: list[Sequence] = []
         for sequence in list(self._waiting):
-            if sequence.is_held_back:
+            if sequence.is_backpressured:
                 continue
-            remote = sequence in self._waiting_remote
-            takes_none = remote or sequence.awaits_grammar
+            takes_none = sequence.is_remote or sequence.awaits_grammar
             limit = 0 if takes_none else self._budget.chunk_limit(sequence)
-            if not remote and limit == 0:
+            if not sequence.is_remote and limit == 0:
                 continue
             if not sequence.has_receiver and self._blocks_for(sequence.num_tokens) > may_hold:
                 continue
@@ -261,8 +258,8 @@ class Scheduler:
             if active >= self.max_num_seqs:
                 break
             if not self._reserve(sequence):
-                if self._clock() - sequence.arrival_s > DISPLACE_AFTER_S and sequence.has_receiver:
-                    plan.displaced = plan.displaced or self._displace()
+                if self._clock() - sequence.arrival_s > SHED_AFTER_S and sequence.has_receiver:
+                    plan.shed = plan.shed or self._shed_one()
                 blocked.append(sequence)
                 if sequence.num_passed >= MAX_PASSED:
                     break
@@ -272,8 +269,8 @@ class Scheduler:
             if not sequence.has_receiver:
                 may_hold -= len(sequence.block_table)
             self._waiting.remove(sequence)
-            if remote:
-                self._waiting_remote.remove(sequence)
+            if sequence.is_remote:
+                sequence.is_remote = False  # preempted, it computes what came
                 sequence.move(SequenceState.WAITING_FOR_KV)
                 self._waiting_for_kv[sequence.transfer_id] = sequence
                 plan.reserved.append(sequence)
@@ -293,13 +290,13 @@ class Scheduler:
         held = sum(len(sequence.block_table) for sequence in live if not sequence.has_receiver)
         return self.pool.num_blocks // 2 - held
 
-    def _displace(self) -> Sequence | None:
+    def _shed_one(self) -> Sequence | None:
         """Choose a held sequence to give up, one at a time: its blocks come back only later."""
-        if self._displaced is not None and self._displaced.state is SequenceState.SENDING:
+        if self._shed is not None and self._shed.state is SequenceState.SENDING:
             return None
         held = [sequence for sequence in self._sending.values() if not sequence.has_receiver]
-        self._displaced = max(held, key=_by_urgency, default=None)
-        return self._displaced
+        self._shed = max(held, key=_by_urgency, default=None)
+        return self._shed
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, cached ones first."""
@@ -357,7 +354,6 @@ class Scheduler:
         match sequence.state:
             case SequenceState.WAITING:
                 self._waiting.remove(sequence)
-                self._waiting_remote.discard(sequence)
             case SequenceState.WAITING_FOR_KV:
                 del self._waiting_for_kv[sequence.transfer_id]
             case SequenceState.RUNNING:
@@ -365,8 +361,8 @@ class Scheduler:
             case SequenceState.SENDING:
                 del self._sending[sequence.transfer_id]
         sequence.move(SequenceState.FINISHED)
-        if sequence.constraint is not None:
-            sequence.constraint.cancel()
+        if sequence.grammar_state is not None:
+            sequence.grammar_state.cancel()
 
     def _expire(self, plan: StepPlan) -> None:
         now = self._clock()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_pace import StepPace
+from engine.sequence import Sequence
 
 LEAST_PROMPT_TOKENS = 16
 """What prompts get of every step that has room, however slow the worker and whatever decodes."""

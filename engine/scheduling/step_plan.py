@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class StepPlan:
     """Sequences that now hold blocks for KV from a prefill worker (state WAITING_FOR_KV)."""
     expired: list[Sequence] = field(default_factory=list)
     """Sequences past their deadline; already finished and freed."""
-    displaced: Sequence | None = None
+    shed: Sequence | None = None
     """Computed, but no decode worker has room for it, and its blocks are in the way of one that has
     a receiver. The caller gives it up; its blocks come back when its transfer has ended."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class StepProgress:
-    """Steps are numbered from 1 as rank 0 announces them (``Engine.num_forwards``)."""
+    """Steps are numbered from 1 as rank 0 broadcasts them (``Engine.num_forwards``)."""
 
     def __init__(self) -> None:
         self.on_change: Callable[[], None] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.backends.base import Embedding, Linear
+from engine.backend import Embedding, Linear
 from engine.tensor_parallel.group import TensorParallelGroup
 from engine.tensor_parallel.shard import ModelShard
 

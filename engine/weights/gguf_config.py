@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.model_config import Architecture, LayerType, ModelConfig, RopeConfig
-from engine.rope_config import yarn_mscale
+from engine.model_config import Architecture, LayerType, ModelConfig
+from engine.rope_config import RopeConfig, yarn_mscale
 from engine.weights.config_fields import ConfigFields
 
 _ARCHITECTURES: dict[str, Architecture] = {
@@ -33,7 +33,17 @@ def config_from_gguf(
     tensor_shapes: Mapping[str, tuple[int, ...]],
     rope_factors: Sequence[float] = (),
 ) -> ModelConfig:
-    """Read the metadata of a GGUF file; see ``ModelConfig.from_gguf``."""
+    """Read the metadata of a GGUF file.
+
+    Args:
+        fields: Metadata by key, as ``GgufHeader.fields``.
+        tensor_shapes: Shapes of the file's tensors by their GGUF names, outermost first: they
+            tell tied embeddings, biases and the size of the vocabulary.
+        rope_factors: Content of the tensor ``rope_freqs.weight`` where there is one.
+
+    Raises:
+        ConfigError: A field is missing, wrong, or asks for something not supported.
+    """
     general = ConfigFields(fields, "GGUF")
     name = general.text("general.architecture")
     if name not in _ARCHITECTURES:

@@ -22,6 +22,7 @@ import torch
 from engine.model_config import ModelConfig
 from engine.weights.dequantize import covering_blocks, dequantize, storage_bytes
 from engine.weights.file_digest import file_digest
+from engine.weights.gguf_config import config_from_gguf
 from engine.weights.gguf_header import GgufHeader, GgufTensorInfo, read_gguf_header
 from engine.weights.gguf_names import ROPE_FACTORS, hf_expert_names, hf_name
 from engine.weights.source import WeightSource
@@ -109,7 +110,7 @@ class GgufSource(WeightSource):
             raw = self._read(info.name, info.offset, self._checked_bytes(info))
             factors = dequantize(raw, info.ggml_type, info.shape).flatten().tolist()
         shapes = {name: info.shape for name, info in header.tensors.items()}
-        return ModelConfig.from_gguf(header.fields, tensor_shapes=shapes, rope_factors=factors)
+        return config_from_gguf(header.fields, tensor_shapes=shapes, rope_factors=factors)
 
     def _locate(self, header: GgufHeader) -> dict[str, _Stored]:
         stored: dict[str, _Stored] = {}

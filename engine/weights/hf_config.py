@@ -12,8 +12,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
-from engine.model_config import Architecture, HiddenAct, LayerType, ModelConfig, RopeConfig
-from engine.rope_config import yarn_mscale
+from engine.model_config import Architecture, HiddenAct, LayerType, ModelConfig
+from engine.rope_config import RopeConfig, yarn_mscale
 from engine.weights.config_fields import ConfigFields
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ import msgspec
 from engine.model_config import ModelConfig
 from engine.weights.expected_tensors import check_tensors
 from engine.weights.gguf_source import GgufSource
+from engine.weights.hf_config import config_from_hf
 from engine.weights.safetensors_source import SafetensorsSource
 from engine.weights.source import WeightSource
 from mesh.errors import ConfigError
@@ -31,7 +32,7 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
     if files.kind == "gguf":
         gguf = GgufSource(files.path)
         return _checked(gguf.config, gguf)
-    config = ModelConfig.from_hf(_read_config(files.path / "config.json"))
+    config = config_from_hf(_read_config(files.path / "config.json"))
     return _checked(config, SafetensorsSource(files.path))
 
 

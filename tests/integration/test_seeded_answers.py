@@ -29,7 +29,7 @@ import pytest
 
 from engine.backends.cpu.backend import CpuBackend
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from gateway.generation.sampling import seed_of_sample
 from mesh.config import Weights, WorkerConfig
 from mesh.messages import SamplingParams

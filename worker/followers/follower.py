@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.engine import Engine
-from engine.tensor_parallel.step_loop import follow_steps
+from engine.step_loop import follow_steps
 from engine.tensor_parallel.step_progress import StepProgress
 from engine.tensor_parallel.step_wire import StepReceiver
 from mesh.errors import PdmeshError

@@ -89,7 +89,7 @@ class FollowerProcesses:
             setup = RankSetup(config=config, device=device, rank=rank, port=self._port, epoch=epoch)
             self.send(rank, setup)
         self._steps = steps
-        self.announce: Callable[[BatchInputs, int], None] = StepSender(steps)
+        self.broadcast: Callable[[BatchInputs, int], None] = StepSender(steps)
         """Tells every follower of a step; on the model thread."""
 
     def join(self, device: torch.device) -> DistributedGroup:

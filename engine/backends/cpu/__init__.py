@@ -10,9 +10,9 @@ import hashlib
 import os
 from pathlib import Path
 
-import torch  # loads the OpenMP runtime that numba's threading layer then shares
+import torch  # noqa: F401 - loads the OpenMP runtime that numba's threading layer then shares
 
-from engine.backends.cpu.level import LEVEL  # before numba, which reads what it sets
+import engine.backends.cpu.level  # noqa: F401 - before numba, which reads what it sets
 
 os.environ.setdefault("NUMBA_THREADING_LAYER", "omp")
 
@@ -30,5 +30,3 @@ if not config.CACHE_DIR and os.access(_existing, os.W_OK):  # type: ignore[attr-
 CACHE_FOLDER = Path(config.CACHE_DIR) if config.CACHE_DIR else None  # type: ignore[attr-defined]
 """Where compiled kernels are kept, not necessarily there yet; None: wherever numba finds a place,
 or nowhere."""
-
-__all__ = ["CACHE_FOLDER", "LEVEL", "SOURCES", "torch"]

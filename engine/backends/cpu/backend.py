@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from engine.backends.base import (
+from engine.backend import (
     Embedding,
     KVCacheSpec,
     KVDtype,
@@ -47,7 +47,7 @@ class CpuStep:
 
 
 class CpuBackend:
-    """Implements ``engine.backends.base.Backend`` with float32 activations.
+    """Implements ``engine.backend.Backend`` with float32 activations.
 
     Owns the KV cache after ``allocate_kv_cache``. Not thread-safe: one engine, one thread.
     """
@@ -66,7 +66,6 @@ class CpuBackend:
 
     @property
     def default_kv_dtype(self) -> KVDtype:
-        """See Backend."""
         return "fp32" if self._weights == "fp32" else "fp16"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -76,7 +75,6 @@ class CpuBackend:
         return QuantizedLinear(weight, bias, _BITS[self._weights], self._workspace)
 
     def router(self, weight: torch.Tensor) -> Float32Linear:
-        """See Backend."""
         return Float32Linear(weight, None, self._workspace)
 
     def embedding_and_head(
@@ -97,12 +95,10 @@ class CpuBackend:
         return QuantizedEmbedding(packed, embedding.shape[1], shared=tied), linear
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> KVMemory:
-        """See Backend."""
         memory, self._kv = kv_store.allocate(spec)
         return memory
 
     def step_runner(self, sizes: StepSizes, group: TensorParallelGroup | None = None) -> StepRunner:
-        """See Backend."""
         return HostRunner()
 
     def begin_step(self, batch: BatchInputs) -> CpuStep:
@@ -122,12 +118,10 @@ class CpuBackend:
         )
 
     def rest(self) -> None:
-        """See Backend."""
         if isinstance(self._num_threads, CoreShare):
             self._num_threads.give_back()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Backend."""
         out = torch.empty_like(x)
         elementwise.rms_norm(x, weight, eps, out)
         return out
@@ -135,7 +129,6 @@ class CpuBackend:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See Backend."""
         out = torch.empty_like(x)
         elementwise.add_rms_norm(x, residual, weight, eps, out)
         return out
@@ -143,7 +136,6 @@ class CpuBackend:
     def rope_and_write_kv(
         self, qkv: torch.Tensor, rope: RopeTable, qk_norm: QKNorm | None, layer: int, step: CpuStep
     ) -> None:
-        """See Backend."""
         kv = self._view
         _, _, num_kv_heads, _, head_dim = kv.values.shape
         q_norm = _NO_NORM if qk_norm is None else qk_norm.q.numpy()
@@ -159,7 +151,6 @@ class CpuBackend:
         self, qkv: torch.Tensor, layer: int, scale: float, window: int, step: CpuStep,
         softcap: float = 0.0,
     ) -> torch.Tensor:  # fmt: skip
-        """See Backend."""
         assert not softcap, "refused by name before"
         kv = self._view
         _, _, num_kv_heads, _, head_dim = kv.values.shape
@@ -173,7 +164,6 @@ class CpuBackend:
         return out
 
     def act_mul(self, gate_up: torch.Tensor, activation: HiddenAct) -> torch.Tensor:
-        """See Backend."""
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
         elementwise.act_mul(gate_up, activation == "gelu_tanh", out)
         return out

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.backends.base import KVDtype
+from engine.backend import KVDtype
 from engine.backends.cpu.backend import WeightScheme
 from engine.backends.cpu.kernel_calls import Part, kernel_calls, run_everywhere
 

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from engine.backends.base import KVCacheSpec, KVDtype, QKNorm, RopeTable
+from engine.backend import KVCacheSpec, KVDtype, QKNorm, RopeTable
 from engine.backends.cpu.backend import CpuBackend, CpuStep, WeightScheme
 from engine.batch import BatchInputs
 

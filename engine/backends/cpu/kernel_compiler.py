@@ -28,7 +28,7 @@ import llvmlite
 import numba
 from numba.core.registry import cpu_target
 
-from engine.backends.base import KVDtype
+from engine.backend import KVDtype
 from engine.backends.cpu import CACHE_FOLDER, SOURCES
 from engine.backends.cpu.backend import WeightScheme
 from engine.backends.cpu.kernel_calls import PARTS, kernel_calls

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from engine.backends.base import KVCacheSpec, KVMemory
+from engine.backend import KVCacheSpec, KVMemory
 from engine.backends.cpu.vector_ir import LANES
 from mesh.errors import ConfigError
 from mesh.shared_mapping import SharedMapping

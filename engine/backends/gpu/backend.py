@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.backends.base import (
+from engine.backend import (
     Embedding,
     KVCacheSpec,
     KVDtype,
@@ -18,10 +18,14 @@ from engine.backends.base import (
 )
 from engine.backends.gpu.device import CudaDevice, Device
 from engine.backends.gpu.kernels.act_mul import act_mul
-from engine.backends.gpu.kernels.paged_decode import choose_splits, paged_decode, workspace_size
+from engine.backends.gpu.kernels.attention.paged_decode import (
+    choose_splits,
+    paged_decode,
+    workspace_size,
+)
+from engine.backends.gpu.kernels.attention.rope_kv_write import rope_kv_write
+from engine.backends.gpu.kernels.attention.varlen_prefill import varlen_prefill
 from engine.backends.gpu.kernels.rms_norm import add_rms_norm, rms_norm
-from engine.backends.gpu.kernels.rope_kv_write import rope_kv_write
-from engine.backends.gpu.kernels.varlen_prefill import varlen_prefill
 from engine.backends.gpu.kv_view import KVView, kv_view
 from engine.backends.gpu.linears import LinearMaker, WeightScheme
 from engine.backends.gpu.step import GpuStep, StepInputBuffers
@@ -38,7 +42,7 @@ ACTIVATIONS: dict[str, torch.dtype] = {
 
 
 class GpuBackend:
-    """Implements ``engine.backends.base.Backend``: bfloat16 activations unless told otherwise.
+    """Implements ``engine.backend.Backend``: bfloat16 activations unless told otherwise.
 
     Owns the KV cache after ``allocate_kv_cache``. Not thread-safe: one engine, one thread.
     """
@@ -79,28 +83,23 @@ class GpuBackend:
                 return "bf16"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """See Backend."""
         return self._linears.linear(weight, bias)
 
     def router(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Backend."""
         columns = weight.to(self.device).T
         return lambda x: x.float() @ columns
 
     def embedding_and_head(
         self, embedding: torch.Tensor, head: torch.Tensor | None
     ) -> tuple[Embedding, Linear]:
-        """See Backend."""
         return self._linears.embedding_and_head(embedding, head)
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> KVMemory:
-        """See Backend."""
         pool = torch.zeros(spec.num_blocks, spec.block_bytes, dtype=torch.uint8, device=self.device)
         self._kv = kv_view(pool, spec)
         return KVMemory(pool, None)
 
     def step_runner(self, sizes: StepSizes, group: TensorParallelGroup | None = None) -> GpuRunner:
-        """See Backend."""
         self._inputs = StepInputBuffers(self._device, sizes)
         self._workspace = None
         _, _, num_kv_heads, block_size, _ = self._view.keys.shape
@@ -122,7 +121,6 @@ class GpuBackend:
         """See Backend: nothing is held."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Backend."""
         out = torch.empty_like(x)
         rms_norm(x, weight, eps, out=out)
         return out
@@ -130,7 +128,6 @@ class GpuBackend:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See Backend."""
         out = torch.empty_like(x)
         add_rms_norm(x, residual, weight, eps, out=out)
         return out
@@ -138,7 +135,6 @@ class GpuBackend:
     def rope_and_write_kv(
         self, qkv: torch.Tensor, rope: RopeTable, qk_norm: QKNorm | None, layer: int, step: GpuStep
     ) -> None:
-        """See Backend."""
         keys, values, k_scales, v_scales = self._layer(layer)
         rope_kv_write(
             qkv, step.positions, step.slot_mapping, rope.cos, rope.sin,
@@ -173,7 +169,6 @@ class GpuBackend:
         return out.view(len(qkv), num_heads * head_dim)
 
     def act_mul(self, gate_up: torch.Tensor, activation: HiddenAct) -> torch.Tensor:
-        """See Backend."""
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         act_mul(gate_up, activation, out=out)
         return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.backends.base import StepSizes
+from engine.backend import StepSizes
 from engine.batch import BatchInputs
 
 _NUM_TOKENS = (2, 5, 8, 12, 16, 24, 48, 64, 100, 128, 200, 256)

@@ -11,9 +11,7 @@ Must run without TRITON_INTERPRET: the interpreter's functions can't be compiled
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -90,8 +88,7 @@ class Built:
 
 def kernel_names() -> list[str]:
     """The files in the kernels' folder that have variants."""
-    names = sorted(module.name for module in pkgutil.iter_modules(kernels.__path__))
-    return [name for name in names if hasattr(_kernel(name), "variants")]
+    return [name for name, module in kernels.modules().items() if hasattr(module, "variants")]
 
 
 def targets() -> list[Target]:
@@ -206,13 +203,9 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if faults else 0
 
 
-def _kernel(name: str) -> object:
-    return importlib.import_module(f"{kernels.__name__}.{name}")
-
-
 def _variants(kernel: str, target: Target) -> list[Variant]:
     with tuning.compiling_for(target.capability, target.card):
-        variants: list[Variant] = _kernel(kernel).variants()  # type: ignore[attr-defined]
+        variants: list[Variant] = kernels.modules()[kernel].variants()
     return variants
 
 

@@ -17,9 +17,9 @@ from dataclasses import replace
 
 import torch
 
-from engine.backends.base import StepSizes
+from engine.backend import StepSizes
 from engine.backends.gpu.device import Device
-from engine.backends.gpu.kernels.take_tokens import take_tokens
+from engine.backends.gpu.kernels.sampling.take_tokens import take_tokens
 from engine.backends.gpu.sampling import Sampler
 from engine.backends.gpu.step import StepInputBuffers
 from engine.models.decoder import Decoder

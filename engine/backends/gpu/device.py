@@ -70,7 +70,6 @@ class CudaDevice:
 
     @property
     def num_processors(self) -> int:
-        """See Device."""
         return int(torch.cuda.get_device_properties(self.torch_device).multi_processor_count)
 
     def use(self) -> None:
@@ -78,15 +77,12 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """See Device."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def record(self) -> Event:
-        """See Device."""
         return _CudaEvent()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See Device."""
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
         # On a stream of its own first: what libraries allocate at their first use there must not
@@ -126,14 +122,12 @@ class HostDevice:
     num_processors = 4
 
     def use(self) -> None:
-        """See Device."""
+        """Nothing: there is one."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """See Device."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def record(self) -> Event:
-        """See Device."""
         return _Passed()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.backends.base import KVCacheSpec
+from engine.backend import KVCacheSpec
 from mesh.errors import ConfigError
 
 ELEMENT_DTYPES = {

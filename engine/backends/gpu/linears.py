@@ -6,14 +6,14 @@ from typing import Literal
 
 import torch
 
-from engine.backends.base import Embedding, Linear
-from engine.backends.gpu.kernels.int4_matmul import int4_matmul
-from engine.backends.gpu.kernels.int4_matmul import quantise as quantise_int4
-from engine.backends.gpu.kernels.int8_matmul import int8_matmul
-from engine.backends.gpu.kernels.int8_matmul import quantise as quantise_int8
-from engine.backends.gpu.kernels.int8_matmul_dynamic import int8_matmul_dynamic
-from engine.backends.gpu.kernels.packed_matmul import SplitWorkspace
-from engine.backends.gpu.kernels.packed_weights import pack
+from engine.backend import Embedding, Linear
+from engine.backends.gpu.kernels.linear.int4_matmul import int4_matmul
+from engine.backends.gpu.kernels.linear.int4_matmul import quantise as quantise_int4
+from engine.backends.gpu.kernels.linear.int8_matmul import int8_matmul
+from engine.backends.gpu.kernels.linear.int8_matmul import quantise as quantise_int8
+from engine.backends.gpu.kernels.linear.int8_matmul_dynamic import int8_matmul_dynamic
+from engine.backends.gpu.kernels.linear.packed_matmul import SplitWorkspace
+from engine.backends.gpu.kernels.linear.packed_weights import pack
 
 WeightScheme = Literal["fp32", "bf16", "fp16", "int8", "w8a8", "int4"]
 
@@ -31,7 +31,6 @@ class DenseLinear:
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         return torch.nn.functional.linear(x, self.weight, self._bias)
 
 
@@ -58,7 +57,6 @@ class PackedLinear:
         self.num_bytes = self._words.nbytes + self._scales.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         out = x.new_empty(x.shape[0], self._num_outputs)
         return self._product(
             x, self._words, self._scales, self._bias, out=out, workspace=self._workspace
@@ -77,7 +75,6 @@ class DynamicInt8Linear:
         self.num_bytes = self._words.nbytes + self._scales.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         out = x.new_empty(x.shape[0], self._num_outputs)
         return int8_matmul_dynamic(x, self._words, self._scales, self._bias, out=out)
 
@@ -91,7 +88,6 @@ class DenseEmbedding:
         self.num_bytes = 0 if shared else table.nbytes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See Embedding."""
         return torch.nn.functional.embedding(token_ids, self._table)
 
 

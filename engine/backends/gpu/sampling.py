@@ -11,11 +11,11 @@ import torch
 from triton import next_power_of_2
 
 from engine.backends.gpu.device import Device
-from engine.backends.gpu.kernels.sample import sample
-from engine.backends.gpu.kernels.sample_workspace import CHUNK, MAX_CHUNKS, SampleWorkspace
+from engine.backends.gpu.kernels.sampling.sample import sample
+from engine.backends.gpu.kernels.sampling.sample_workspace import CHUNK, MAX_CHUNKS, SampleWorkspace
 from engine.backends.gpu.staging import Staging, section_bytes
 from engine.philox import uniforms
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 
 _BELOW_ONE = np.float32(1.0 - 2.0**-24)
 

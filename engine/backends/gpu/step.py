@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backends.base import StepSizes
+from engine.backend import StepSizes
 from engine.backends.gpu.device import Device
-from engine.backends.gpu.kernels.take_tokens import take_tokens
+from engine.backends.gpu.kernels.sampling.take_tokens import take_tokens
 from engine.backends.gpu.staging import Staging, section_bytes
 from engine.batch import BatchInputs
 

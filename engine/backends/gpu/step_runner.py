@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.backends.base import StepSizes
+from engine.backend import StepSizes
 from engine.backends.gpu.compile_ahead import steps_to_compile
 from engine.backends.gpu.decode_graphs import DecodeGraphs
 from engine.backends.gpu.device import Device, Event
@@ -22,7 +22,7 @@ from engine.backends.gpu.sampling import Sampler
 from engine.backends.gpu.step import StepInputBuffers, is_pure_decode
 from engine.batch import BatchInputs
 from engine.models.decoder import Decoder
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from engine.step_runner import OnKVWritten, StepOutput
 from engine.tensor_parallel.group import TensorParallelGroup
 
@@ -81,7 +81,6 @@ class GpuRunner:
     def graph_rows(
         self, model: Decoder, batch: BatchInputs, on_kv_written: OnKVWritten | None
     ) -> int:
-        """See StepRunner."""
         if model is not self._model or on_kv_written is not None:
             return 0
         return self.graphs.find_size(batch.num_tokens) if is_pure_decode(batch) else 0
@@ -90,7 +89,6 @@ class GpuRunner:
         self, model: Decoder, batch: BatchInputs, sequences: SequenceOf[Sequence],
         host_rows: SequenceOf[int], on_kv_written: OnKVWritten | None = None,
     ) -> GpuComputing:  # fmt: skip
-        """See StepRunner."""
         assert self._num_launched < _MOST_LAUNCHED
         self._device.use()
         num_rows = len(sequences)
@@ -127,7 +125,6 @@ class GpuRunner:
         self, model: Decoder, batch: BatchInputs, graph_rows: int,
         on_kv_written: OnKVWritten | None = None,
     ) -> GpuComputing:  # fmt: skip
-        """See StepRunner."""
         assert self._num_launched < _MOST_LAUNCHED
         assert on_kv_written is None, "only the end of a step says what is in memory"
         self._device.use()
@@ -158,11 +155,9 @@ class GpuComputing:
     logits: torch.Tensor | None
 
     def is_done(self) -> bool:
-        """See ComputingStep."""
         return self.done.has_passed()
 
     def finish(self) -> StepOutput:
-        """See ComputingStep."""
         for layer, event in self.marks:
             event.wait()
             assert self.on_kv_written is not None

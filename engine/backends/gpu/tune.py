@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
-import pkgutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -39,10 +37,8 @@ Entry = dict[str, Any]
 
 def find_cases(device: torch.device, only: str = "") -> Iterator[TuningCase]:
     """The cases of all kernels whose table key contains ``only``."""
-    for module in sorted(module.name for module in pkgutil.iter_modules(kernels.__path__)):
-        cases = getattr(
-            importlib.import_module(f"{kernels.__name__}.{module}"), "tuning_cases", None
-        )
+    for module in kernels.modules().values():
+        cases = getattr(module, "tuning_cases", None)
         if cases is not None:
             yield from (case for case in cases(device) if only in case.kernel)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from engine.backends.base import KVCacheSpec, KVDtype, RopeTable
+from engine.backend import KVCacheSpec, KVDtype, RopeTable
 from engine.backends.cpu.backend import CpuBackend
 from engine.backends.cpu.level import LEVEL
 from engine.batch import build_batch

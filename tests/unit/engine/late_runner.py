@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from engine.backends.base import StepSizes
+from engine.backend import StepSizes
 from engine.backends.cpu.backend import CpuBackend
 from engine.batch import BatchInputs
 from engine.models.decoder import Decoder
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from engine.step_runner import ComputingStep, HostRunner, OnKVWritten, StepOutput, StepRunner
 from engine.tensor_parallel.group import TensorParallelGroup
 

@@ -43,7 +43,7 @@ class Ranks:
             thread.start()
             self._batches.append(batches)
             self._threads.append(thread)
-        self.lead.announce = self._announce
+        self.lead.broadcast = self._broadcast
 
     def __enter__(self) -> Ranks:
         return self
@@ -54,7 +54,7 @@ class Ranks:
         for thread in self._threads:
             thread.join()
 
-    def _announce(self, batch: BatchInputs, graph_rows: int) -> None:
+    def _broadcast(self, batch: BatchInputs, graph_rows: int) -> None:
         assert not graph_rows
         for batches in self._batches:
             batches.put(batch)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_plan import StepPlan
+from engine.sequence import Sequence
 
 Content = tuple[str, tuple[int, ...]]
 

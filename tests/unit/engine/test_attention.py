@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.backends.base import KVCacheSpec, KVDtype
+from engine.backend import KVCacheSpec, KVDtype
 from engine.backends.cpu import kv_store
 from engine.backends.cpu.attention import plan_tiles
 from engine.backends.cpu.backend import CpuBackend

@@ -13,7 +13,7 @@ import transformers
 from engine.backends.cpu.backend import CpuBackend
 from engine.batch import BatchInputs
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
 from mesh.messages import SamplingParams

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from engine.warm_up import warm_up
 from tests.unit.engine.tiny_llama import (
     MAX_LEN,

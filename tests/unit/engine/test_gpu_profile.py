@@ -11,6 +11,7 @@ from engine.engine import Engine
 from engine.gpu_memory.largest_step import run_largest_step
 from engine.gpu_memory.profile import GpuCacheSizer
 from engine.model_config import ModelConfig
+from engine.weights.hf_config import config_from_hf
 from engine.weights.stored_size import least_weight_bytes
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
@@ -90,7 +91,7 @@ def test_what_turns_out_not_to_fit_is_refused_with_what_was_measured(tiny: TinyL
 
 
 def _llama_70b() -> ModelConfig:
-    return ModelConfig.from_hf(
+    return config_from_hf(
         {
             "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
             "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,

@@ -12,7 +12,7 @@ import torch
 from engine.backends.cpu.backend import CpuBackend
 from engine.batch import BatchInputs
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.config import WorkerConfig
 from mesh.messages import SamplingParams
 from tests.unit.engine.families import random_model

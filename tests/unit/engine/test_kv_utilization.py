@@ -18,7 +18,7 @@ import pytest
 
 from engine.cache.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.messages import SamplingParams, SloClass
 
 BLOCK_SIZE = 16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.sampler import sample
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from tests.unit.engine.sampler_reference import adjusted_logits
 from tests.unit.engine.tiny_llama import new_sequence
 

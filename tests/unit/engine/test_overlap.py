@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.engine import Engine, StepOutcome
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from engine.warm_up import warm_up
 from tests.unit.engine.late_runner import LateRunner
 from tests.unit.engine.tiny_llama import (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.cache.block_pool import BlockPool
 from engine.cache.prefix_cache import PrefixCache
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from tests.unit.engine.tiny_llama import new_sequence
 
 BLOCK_SIZE = 2

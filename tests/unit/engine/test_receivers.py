@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.cache.block_pool import BlockPool
-from engine.scheduling.scheduler import DISPLACE_AFTER_S, Scheduler
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.scheduler import SHED_AFTER_S, Scheduler
 from engine.scheduling.step_plan import StepPlan
+from engine.sequence import Sequence
 from mesh.messages import SamplingParams
 
 BLOCK_SIZE = 4
@@ -86,24 +86,24 @@ def test_least_urgent_held_sequence_yields_to_a_granted_one() -> None:
     _compute(scheduler)
     large = _sequence("large", 6, arrival_s=5, granted=True)
     scheduler.add(large)
-    now_s[0] = 5 + DISPLACE_AFTER_S
-    assert _compute(scheduler).displaced is None
+    now_s[0] = 5 + SHED_AFTER_S
+    assert _compute(scheduler).shed is None
     now_s[0] += 0.1
-    assert _compute(scheduler).displaced is held[1]
-    assert _compute(scheduler).displaced is None  # one at a time: its blocks are on their way
+    assert _compute(scheduler).shed is held[1]
+    assert _compute(scheduler).shed is None  # one at a time: its blocks are on their way
     scheduler.finish(held[1])
     plan = _compute(scheduler)
-    assert plan.displaced is None
+    assert plan.shed is None
     assert [chunk.sequence for chunk in plan.chunks] == [large]
 
 
 def test_prompts_for_a_congested_link_wait_and_let_others_pass() -> None:
     scheduler = _scheduler(8)
     congested = _sequence("congested", 2, arrival_s=0, granted=True)
-    congested.is_held_back = True
+    congested.is_backpressured = True
     other = _sequence("other", 2, arrival_s=9, granted=True)
     scheduler.add(congested)
     scheduler.add(other)
     assert [chunk.sequence for chunk in _compute(scheduler).chunks] == [other]
-    congested.is_held_back = False
+    congested.is_backpressured = False
     assert [chunk.sequence for chunk in _compute(scheduler).chunks] == [congested]

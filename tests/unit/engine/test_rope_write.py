@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.backends.base import KVCacheSpec, KVDtype, QKNorm, RopeTable
+from engine.backend import KVCacheSpec, KVDtype, QKNorm, RopeTable
 from engine.backends.cpu.backend import CpuBackend
 from engine.backends.cpu.elementwise import SERIAL_ELEMENTS
 from engine.batch import build_batch

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.sampler import sample, uniform
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from tests.unit.engine.sampler_reference import philox_uniform, probabilities
 from tests.unit.engine.tiny_llama import new_sequence
 

@@ -8,8 +8,8 @@ import pytest
 
 from engine.cache.block_pool import BlockPool
 from engine.scheduling.scheduler import MAX_PASSED, Scheduler
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_plan import StepPlan
+from engine.sequence import Sequence, SequenceState
 from mesh.errors import IllegalTransition
 from tests.unit.engine.tiny_llama import new_sequence
 

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.cache.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_plan import StepPlan
+from engine.sequence import Sequence, SequenceState
 from mesh.messages import SloClass
 from tests.unit.engine.simulated_kv import SimulatedKV
 from tests.unit.engine.tiny_llama import new_sequence
@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.overlap = overlap
         self.computing: deque[tuple[StepPlan, Callable[[], None]]] = deque()
         self.live: list[Sequence] = []
-        self.hands_off: set[Sequence] = set()
+        self.prefill_only: set[Sequence] = set()
         self.quarantined: list[list[int]] = []
 
     # ------------------------------------------------------------------ what workers do
@@ -67,7 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         max_tokens=st.integers(1, 8),
-        kind=st.sampled_from(["local", "local", "remote", "hands off", "nobody takes it"]),
+        kind=st.sampled_from(["local", "local", "remote", "prefill only", "nobody takes it"]),
         salt=st.sampled_from(["", "", "salted"]),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         slo_class=st.sampled_from(["interactive", "batch"]),
@@ -77,8 +77,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, prompt: list[int], max_tokens: int, kind: str, salt: str, priority: int,
         slo_class: SloClass, patience_s: float,
     ) -> None:  # fmt: skip
-        hands_off = kind in ("hands off", "nobody takes it")
-        needed = len(prompt) if hands_off else len(prompt) + max_tokens
+        prefill_only = kind in ("prefill only", "nobody takes it")
+        needed = len(prompt) if prefill_only else len(prompt) + max_tokens
         if needed > self.scheduler.max_tokens_per_sequence():
             return  # refused at admission
         sequence = new_sequence(prompt, max_tokens, arrival_s=self.now_s, cache_salt=salt)
@@ -88,8 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequence.deadline_s = self.now_s + patience_s
         self.scheduler.add(sequence, remote_prefill=kind == "remote")
         self.live.append(sequence)
-        if hands_off:
-            self.hands_off.add(sequence)
+        if prefill_only:
+            self.prefill_only.add(sequence)
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 2.0]))
     def step(self, seconds: float = 1.0) -> None:
@@ -116,10 +116,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.deadline_s <= self.now_s
             assert sequence.state is SequenceState.FINISHED
             self.live.remove(sequence)
-        if plan.displaced is not None:
-            assert plan.displaced.state is SequenceState.SENDING
-            assert not plan.displaced.has_receiver
-            plan.displaced.has_receiver = True  # its worker gives it up; its transfer ends later
+        if plan.shed is not None:
+            assert plan.shed.state is SequenceState.SENDING
+            assert not plan.shed.has_receiver
+            plan.shed.has_receiver = True  # its worker gives it up; its transfer ends later
         if plan.chunks:
             self.computing.append((plan, self.kv.launch(plan)))
             self.scheduler.launch(plan)
@@ -135,7 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not sequence.is_answering:
                 continue
             sequence.append(len(sequence.token_ids) % 2)
-            if sequence in self.hands_off:
+            if sequence in self.prefill_only:
                 self.scheduler.hold_for_sending(sequence)
             elif sequence.finish_reason is not None:
                 self.end(sequence)
@@ -193,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def abort_while_sending_chunks(self, pick: int) -> None:
         for sequence in self.picked(pick, SequenceState.RUNNING):
-            if sequence in self.hands_off:
+            if sequence in self.prefill_only:
                 self.scheduler.hold_for_sending(sequence)
 
     # ------------------------------------------------------------------ what must hold

@@ -8,10 +8,10 @@ import pytest
 
 from engine.cache.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_budget import LEAST_PROMPT_TOKENS
 from engine.scheduling.step_pace import StepPace
 from engine.scheduling.step_plan import StepPlan
+from engine.sequence import Sequence, SequenceState
 from mesh.messages import SloClass
 from tests.unit.engine.tiny_llama import new_sequence
 

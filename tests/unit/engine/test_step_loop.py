@@ -8,7 +8,7 @@ import pytest
 
 from engine.batch import BatchInputs, build_batch
 from engine.engine import Engine
-from engine.tensor_parallel.step_loop import follow_steps
+from engine.step_loop import follow_steps
 from engine.tensor_parallel.step_progress import StepProgress
 from engine.tensor_parallel.step_wire import StepReceiver, StepSender
 from tests.unit.engine.late_runner import LateRunner

@@ -13,9 +13,10 @@ import transformers
 
 from engine.backends.cpu.backend import CpuBackend, WeightScheme
 from engine.device import ON_CPU
-from engine.engine import Engine, _kv_spec
-from engine.model_config import ModelConfig
+from engine.engine import Engine
+from engine.kv_geometry import kv_spec
 from engine.tensor_parallel.shard import plan_shard
+from engine.weights.hf_config import config_from_hf
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
 from tests.unit.engine.families import FAMILIES, SHAPE
@@ -134,7 +135,7 @@ def _packed(layer: Any, name: str) -> Any:
 def test_what_cannot_be_divided_is_refused_with_the_numbers(
     shape: dict[str, int], size: int, weights: str, numbers: str
 ) -> None:
-    plain = ModelConfig.from_hf(transformers.LlamaConfig(**SHAPE).to_dict())
+    plain = config_from_hf(transformers.LlamaConfig(**SHAPE).to_dict())
     config = msgspec.structs.replace(plain, **shape)
     plan_shard(config, 0, 1, weights)
     with pytest.raises(ConfigError, match="tensor_parallel: ") as refused:
@@ -163,6 +164,6 @@ def test_ranks_without_a_cores_file_divide_the_cores(monkeypatch: pytest.MonkeyP
 def test_the_pools_memory_is_a_workers_and_divided(size: int, num_blocks: int) -> None:
     # a block: 3 layers x 2 x 2 heads x 16 slots x 32 x 4 bytes = 24 KiB; with 4 ranks of 1 head
     # each, every head is held twice
-    model = ModelConfig.from_hf(transformers.LlamaConfig(**SHAPE).to_dict())
+    model = config_from_hf(transformers.LlamaConfig(**SHAPE).to_dict())
     config = _config("", kv_blocks=0, kv_memory_mib=1)
-    assert _kv_spec(config, model, plan_shard(model, 0, size), "fp32").num_blocks == num_blocks
+    assert kv_spec(config, model, plan_shard(model, 0, size), "fp32").num_blocks == num_blocks

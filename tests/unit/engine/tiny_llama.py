@@ -12,7 +12,7 @@ import transformers
 
 from engine.backends.cpu.backend import CpuBackend
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from mesh.config import WorkerConfig
 from mesh.messages import SamplingParams
 from tests.unit.engine.late_runner import LateBackend

@@ -37,8 +37,8 @@ def run(pair: WorkerPair) -> None:
     pair.p_step()
     pair.d_step()
     for engine in pair.engines:
-        engine.constrainer.prepare()
-        engine.constrainer._compiler.submit(int).result(10.0)
+        engine.grammars.prepare()
+        engine.grammars._compiler.submit(int).result(10.0)
     pair.run()
     pair.check_everything_is_free()
 

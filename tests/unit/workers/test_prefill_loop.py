@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling.scheduler import DISPLACE_AFTER_S
+from engine.scheduling.scheduler import SHED_AFTER_S
 from mesh.messages import PeerRef, PrefillRequest, SamplingParams
 from prefill_worker.loop import (
     Congestion,
@@ -248,14 +248,14 @@ def test_prompts_that_nobody_takes_leave_half_the_pool_to_granted_ones(
     assert [event.outputs[0].transfer_id for event in of_type(worker.step(), Tokens)] == ["granted"]
 
 
-def test_a_granted_prompt_displaces_one_that_nobody_takes(tiny_llama: TinyLlama) -> None:
+def test_a_granted_prompt_sheds_one_that_nobody_takes(tiny_llama: TinyLlama) -> None:
     worker = Worker(tiny_llama, kv_blocks=8)
     worker.submit("idle", random_prompt(60, seed=76))
     worker.step()
     worker.loop.handle(Granted("early"))
     worker.submit("early", random_prompt(70, seed=77))
     assert worker.step() == []
-    worker.let_pass(DISPLACE_AFTER_S)
+    worker.let_pass(SHED_AFTER_S)
     events = worker.step()
     assert of_type(events, CancelTransfer) == [CancelTransfer("idle")]
     (failed,) = of_type(events, Failed)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.scheduling.sequence import SequenceState
+from engine.sequence import SequenceState
 from tests.unit.engine.tiny_llama import TinyLlama, generate, new_sequence, random_prompt
 from tests.unit.workers.worker_pair import WorkerPair
 

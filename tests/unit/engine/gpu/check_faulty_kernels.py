@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 
-from engine.backends.gpu import compile_check
+from engine.backends.gpu import compile_check, kernels
 from tests.unit.engine.gpu import faulty_kernels
 
-sys.modules["engine.backends.gpu.kernels.faulty_kernels"] = faulty_kernels
+kernels.modules = lambda: {"faulty_kernels": faulty_kernels}
 jobs = [job for job in compile_check.jobs_of("faulty_kernels") if str(job.target) == "sm_90"]
 print(json.dumps({job.variant: compile_check.build(job).faults() for job in jobs}))

@@ -13,8 +13,8 @@ import torch
 from engine.backends.gpu.backend import GpuBackend
 from engine.backends.gpu.device import HostDevice
 from engine.engine import Engine
+from engine.step_loop import follow_steps
 from engine.tensor_parallel.distributed_group import DistributedGroup
-from engine.tensor_parallel.step_loop import follow_steps
 from engine.tensor_parallel.step_progress import StepProgress
 from engine.tensor_parallel.step_wire import StepReceiver
 from mesh.config import WorkerConfig

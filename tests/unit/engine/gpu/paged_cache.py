@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.backends.base import KVCacheSpec, KVDtype
+from engine.backend import KVCacheSpec, KVDtype
 from engine.backends.gpu.kv_view import KVView, kv_view
 
 POISON = 0xFF

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.backends.gpu import tuning
-from engine.backends.gpu.kernels.attention_tuning import tuning_cases
+from engine.backends.gpu.kernels.attention.attention_tuning import tuning_cases
 
 
 def test_cases_launch_and_name_what_their_launcher_asks_for() -> None:

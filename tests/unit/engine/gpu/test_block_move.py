@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.base import KVCacheSpec, KVDtype
+from engine.backend import KVCacheSpec, KVDtype
 from engine.backends.cpu import kv_store
-from engine.backends.gpu.kernels.block_move import (
+from engine.backends.gpu.kernels.transfer.block_move import (
     gather_blocks,
     reference,
     scatter_blocks,

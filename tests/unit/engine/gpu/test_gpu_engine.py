@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.base import StepSizes
+from engine.backend import StepSizes
 from engine.backends.cpu.backend import CpuBackend
 from engine.backends.gpu.compile_ahead import steps_to_compile
 from engine.backends.gpu.linears import WeightScheme
 from engine.engine import Engine
 from engine.profiling.session import ProfileData, ProfileSession
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from engine.warm_up import warm_up
 from mesh.config import KVDtype, WorkerConfig
 from tests.unit.engine.families import random_model

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.engine import Engine
-from engine.scheduling.sequence import Sequence
+from engine.sequence import Sequence
 from engine.tensor_parallel.distributed_group import DistributedGroup, listen
 from engine.tensor_parallel.step_wire import StepSender
 from tests.unit.engine.families import random_model
@@ -39,7 +39,7 @@ def _two_ranks(folder: Path, *fault: str) -> Iterator[Engine]:
     try:
         group = DistributedGroup(0, 2, port, torch.device("cpu"), listener=listener)
         engine = follower_process.load(str(folder), "fp32", group)
-        engine.announce = StepSender([ours])
+        engine.broadcast = StepSender([ours])
         yield engine
         ours.close()
         assert follower.wait(20) == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.gpu.kernels import int8_matmul
-from engine.backends.gpu.kernels.int8_matmul_dynamic import (
+from engine.backends.gpu.kernels.linear import int8_matmul
+from engine.backends.gpu.kernels.linear.int8_matmul_dynamic import (
     QuantisedTokens,
     int8_matmul_dynamic,
     quantise_tokens,

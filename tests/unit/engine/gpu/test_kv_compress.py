@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.gpu.kernels.kv_compress import (
+from engine.backends.gpu.kernels.transfer.kv_compress import (
     GROUP,
     encoded_bytes,
     kv_compress,

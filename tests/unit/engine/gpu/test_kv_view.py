@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.base import KVCacheSpec, KVDtype
+from engine.backend import KVCacheSpec, KVDtype
 from engine.backends.gpu.kv_view import kv_view
 from mesh.errors import ConfigError
 

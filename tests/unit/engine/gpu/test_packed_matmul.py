@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.gpu.kernels import int4_matmul, int8_matmul
-from engine.backends.gpu.kernels.packed_matmul import SplitWorkspace
-from engine.backends.gpu.kernels.packed_weights import pack, unit_of, unpack
+from engine.backends.gpu.kernels.linear import int4_matmul, int8_matmul
+from engine.backends.gpu.kernels.linear.packed_matmul import SplitWorkspace
+from engine.backends.gpu.kernels.linear.packed_weights import pack, unit_of, unpack
 
 # of a sum of K products whose operands are exact in the type: rounding of the result alone
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}

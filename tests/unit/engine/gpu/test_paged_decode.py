@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.base import KVDtype
-from engine.backends.gpu.kernels.paged_decode import (
+from engine.backend import KVDtype
+from engine.backends.gpu.kernels.attention.paged_decode import (
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
     choose_splits,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.base import KVCacheSpec, KVDtype
-from engine.backends.gpu.kernels.rope_kv_write import reference, rope_kv_write
+from engine.backend import KVCacheSpec, KVDtype
+from engine.backends.gpu.kernels.attention.rope_kv_write import reference, rope_kv_write
 from engine.backends.gpu.kv_view import kv_view
 from tests.unit.engine.gpu.paged_cache import ACTIVATION, LAYER, NUM_LAYERS, POISON
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.gpu.kernels.sample import greedy, reference, sample
-from engine.backends.gpu.kernels.sample_workspace import MAX_CHUNKS, SampleWorkspace
+from engine.backends.gpu.kernels.sampling.sample import greedy, reference, sample
+from engine.backends.gpu.kernels.sampling.sample_workspace import MAX_CHUNKS, SampleWorkspace
 
 CPU = torch.device("cpu")
 CHUNK = 128  # small, because the interpreter takes its time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.gpu.kernels.take_tokens import reference, take_tokens
+from engine.backends.gpu.kernels.sampling.take_tokens import reference, take_tokens
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 256, 300])

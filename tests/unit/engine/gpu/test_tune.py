@@ -11,7 +11,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from engine.backends.gpu import tune, tuning
-from engine.backends.gpu.kernels import int4_matmul, int8_matmul
+from engine.backends.gpu.kernels.linear import int4_matmul, int8_matmul
 from engine.backends.gpu.tuning import LaunchConfig
 from engine.backends.gpu.tuning_case import TuningCase
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.base import KVDtype
-from engine.backends.gpu.kernels.varlen_prefill import reference, varlen_prefill
+from engine.backend import KVDtype
+from engine.backends.gpu.kernels.attention.varlen_prefill import reference, varlen_prefill
 from engine.backends.gpu.tuning import LaunchConfig
 from tests.unit.engine.gpu.paged_cache import ACTIVATION, PagedCache
 

@@ -12,7 +12,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model_config import ModelConfig
+from engine.weights.hf_config import config_from_hf
 from mesh.errors import ConfigError
 
 # As published on the Hub (fields without influence left out of some).
@@ -217,7 +217,7 @@ _LLAMA = _PUBLISHED["SmolLM2-135M-Instruct"]
 def test_published_configuration(name: str, caplog: pytest.LogCaptureFixture) -> None:
     fields = _PUBLISHED[name]
     with caplog.at_level(logging.WARNING):
-        ours = ModelConfig.from_hf(fields)
+        ours = config_from_hf(fields)
     theirs = transformers.AutoConfig.for_model(**msgspec.json.decode(msgspec.json.encode(fields)))
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_heads == theirs.num_attention_heads
@@ -241,7 +241,7 @@ def test_published_configuration(name: str, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_gemma_arithmetic() -> None:
-    config = ModelConfig.from_hf(
+    config = config_from_hf(
         {
             **_PUBLISHED["gemma-3-1b-it"],
             "query_pre_attn_scalar": 168,
@@ -262,14 +262,14 @@ def test_gemma_arithmetic() -> None:
 
 def test_qwen_window_starts_late() -> None:
     fields = {**_PUBLISHED["Qwen2.5-0.5B"], "use_sliding_window": True, "max_window_layers": 20}
-    config = ModelConfig.from_hf(fields)
+    config = config_from_hf(fields)
     assert config.sliding_window == 32768
     assert config.layer_types == ("full_attention",) * 20 + ("sliding_attention",) * 4
 
 
 def test_biases() -> None:
     def biases(name: str, **fields: Any) -> tuple[bool, bool]:
-        config = ModelConfig.from_hf({**_PUBLISHED[name], **fields})
+        config = config_from_hf({**_PUBLISHED[name], **fields})
         return config.attention_bias, config.attention_out_bias
 
     assert biases("Qwen2.5-0.5B") == (True, False)
@@ -279,7 +279,7 @@ def test_biases() -> None:
 
 
 def test_unknown_field_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    ModelConfig.from_hf({**_LLAMA, "residual_multiplier": 0.22})
+    config_from_hf({**_LLAMA, "residual_multiplier": 0.22})
     assert "residual_multiplier" in caplog.text
 
 
@@ -339,7 +339,7 @@ _OUR_NAMES = {
 def test_refused_by_name(name: str, change: dict[str, Any]) -> None:
     (field,) = change
     with pytest.raises(ConfigError, match=_OUR_NAMES.get(field, field)):
-        ModelConfig.from_hf({**_PUBLISHED[name], **change})
+        config_from_hf({**_PUBLISHED[name], **change})
 
 
 _JSON = st.recursive(
@@ -357,7 +357,7 @@ def test_any_value_anywhere(data: st.DataObject) -> None:
     for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)):
         fields[key] = data.draw(_JSON)
     with contextlib.suppress(ConfigError):
-        ModelConfig.from_hf(fields)
+        config_from_hf(fields)
 
 
 def test_both_spellings() -> None:
@@ -366,4 +366,4 @@ def test_both_spellings() -> None:
         fields = msgspec.json.decode(msgspec.json.encode(_PUBLISHED[name]))
         written = transformers.AutoConfig.for_model(**fields).to_dict()
         written["architectures"] = fields["architectures"]
-        assert ModelConfig.from_hf(written) == ModelConfig.from_hf(_PUBLISHED[name])
+        assert config_from_hf(written) == config_from_hf(_PUBLISHED[name])

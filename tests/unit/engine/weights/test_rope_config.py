@@ -10,8 +10,9 @@ import transformers
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.model_config import ModelConfig, inv_freq
+from engine.model_config import inv_freq
 from engine.rope_config import RopeConfig, rope_inv_freq
+from engine.weights.hf_config import config_from_hf
 from mesh.errors import ConfigError
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -60,7 +61,7 @@ def _assert_same(ours: tuple[torch.Tensor, float], theirs: torch.Tensor, factor:
 @pytest.mark.parametrize("scaling", _SCALINGS, ids=lambda s: str(s["rope_type"]))
 def test_scaled_frequencies(scaling: dict[str, Any], theta: float, head_dim: int) -> None:
     fields = _llama(head_dim=head_dim, rope_parameters={**scaling, "rope_theta": theta})
-    ours = inv_freq(ModelConfig.from_hf(fields))
+    ours = inv_freq(config_from_hf(fields))
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**fields))
     _assert_same(ours, theirs.inv_freq, theirs.attention_scaling)
 
@@ -72,9 +73,7 @@ def test_spelling_of_transformers_4(scaling: dict[str, Any], key: str) -> None:
     if key == "type":
         del old["rope_type"]
     new = _llama(rope_parameters={**scaling, "rope_theta": 77.0})
-    assert ModelConfig.from_hf(_llama(rope_theta=77.0, rope_scaling=old)) == ModelConfig.from_hf(
-        new
-    )
+    assert config_from_hf(_llama(rope_theta=77.0, rope_scaling=old)) == config_from_hf(new)
 
 
 @pytest.mark.parametrize("full", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
@@ -90,7 +89,7 @@ def test_gemma_layers_differ(full: dict[str, Any]) -> None:
         )
 
     theirs = Gemma3RotaryEmbedding(transformers.Gemma3TextConfig(**fields()))
-    ours = ModelConfig.from_hf(fields())
+    ours = config_from_hf(fields())
     _assert_same(inv_freq(ours, "full_attention"), theirs.full_attention_inv_freq, 1.0)
     _assert_same(inv_freq(ours, "sliding_attention"), theirs.sliding_attention_inv_freq, 1.0)
 
@@ -120,4 +119,4 @@ def test_gguf_factors_divide() -> None:
 )
 def test_refused(scaling: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        ModelConfig.from_hf(_llama(rope_parameters=scaling))
+        config_from_hf(_llama(rope_parameters=scaling))

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.backends.gpu.kernels.packed_weights import WORDS, dequantise, unit_of
-from engine.backends.gpu.kernels.tile_order import grouped_tile
+from engine.backends.gpu.kernels.linear.packed_weights import WORDS, dequantise, unit_of
+from engine.backends.gpu.kernels.linear.tile_order import grouped_tile
 from engine.backends.gpu.tuning import LaunchConfig
 from engine.backends.gpu.variant import Variant
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.backends.gpu.kernels.sample_workspace import SampleWorkspace
+from engine.backends.gpu.kernels.sampling.sample_workspace import SampleWorkspace
 from engine.backends.gpu.tuning import launch_config
 
 

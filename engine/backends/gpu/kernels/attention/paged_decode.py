@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.backends.gpu.kernels import varlen_prefill
-from engine.backends.gpu.kernels.paged_tile import (
+from engine.backends.gpu.kernels.attention import varlen_prefill
+from engine.backends.gpu.kernels.attention.paged_tile import (
     LOWEST,
     V_SCALE_LIFT,
     VARIANT_DTYPES,

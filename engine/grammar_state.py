@@ -7,7 +7,6 @@ the hand-off between workers need nothing but the tokens.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,11 @@ from mesh.errors import GrammarFailed
 from mesh.messages import SamplingParams
 from mesh.model_text.grammar import check
 
-if TYPE_CHECKING:
-    from engine.scheduling.sequence import Sequence
 
+class GrammarState:
+    """One sequence's place in its grammar. The threads of its ``GrammarManager`` write it."""
 
-class Constraint:
-    """One sequence's place in its grammar. The threads of its ``Constrainer`` write it."""
-
-    __slots__ = ("_job", "_mask_at", "_matcher", "_num_consumed", "forbidden", "grammar")
+    __slots__ = ("_job", "_mask_at", "_matcher", "forbidden", "grammar", "num_consumed")
 
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
@@ -32,7 +28,8 @@ class Constraint:
         """[V], true for tokens that cannot come next; valid between collect and append."""
         self._job: Future[None] | None = None
         self._matcher: LLMatcher | None = None
-        self._num_consumed = 0
+        self.num_consumed = 0
+        """Output tokens that the matcher has seen."""
         self._mask_at = -1
 
     @property
@@ -72,7 +69,7 @@ class Constraint:
         """Consume the output tokens that are new and fill ``forbidden`` (in the mask thread).
 
         Args:
-            tokens: what ``unconsumed`` gave.
+            tokens: those after the first ``num_consumed``.
             num_tokens: V; the mask has one bit more, which says "may end here".
             sampling: the request's; its stop tokens end the answer.
 
@@ -83,14 +80,14 @@ class Constraint:
         assert matcher is not None, "compiled before"
         if tokens and not matcher.consume_tokens(tokens):
             check(matcher)
-        self._num_consumed += len(tokens)
+        self.num_consumed += len(tokens)
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         check(matcher)
         allowed = np.unpackbits(bits, count=num_tokens + 1, bitorder="little").astype(np.bool_)
         may_end = bool(allowed[num_tokens])
         allowed = allowed[:num_tokens]
         stops = list(sampling.stop_token_ids)
-        if self._num_consumed < sampling.min_tokens:
+        if self.num_consumed < sampling.min_tokens:
             longer = allowed.copy()
             longer[stops] = False
             if longer.any():
@@ -100,8 +97,4 @@ class Constraint:
         if not allowed.any():
             raise GrammarFailed("no token continues the output as the grammar demands")
         self.forbidden = ~allowed
-        self._mask_at = self._num_consumed
-
-    def unconsumed(self, sequence: Sequence) -> list[int]:
-        """Output tokens that the matcher has not seen."""
-        return sequence.token_ids[sequence.num_prompt_tokens + self._num_consumed :]
+        self._mask_at = self.num_consumed

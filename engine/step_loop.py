@@ -1,10 +1,10 @@
-"""A follower's steps: computed in the order of their announcement, at most two launched.
+"""A follower's steps: computed in the order they are broadcast, at most two launched.
 
     rank 0     launch 1 │ launch 2 │ collect 1 │ launch 3 │ collect 2 …
     follower   launch 1 │ launch 2 │ wait for 1 │ launch 3 │ wait for 2 …
 
-Rank 0 announces a step once the one before the last is done, so waiting for that one holds nothing
-up. Where no announcement comes, the last step's end is looked for instead.
+Rank 0 broadcasts a step once the one before the last is done, so waiting for that one holds nothing
+up. Where no step comes, the last step's end is looked for instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def follow_steps(
 
     Args:
         engine: The rank's.
-        receiver: Where steps are announced.
+        receiver: Where steps arrive.
         progress: Told of every step's end.
         by_group: Tell it of groups of layers, too; where launching is computing.
 

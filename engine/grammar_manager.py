@@ -19,8 +19,8 @@ from functools import partial
 
 from llguidance import LLMatcher
 
-from engine.grammar.state import Constraint
-from engine.scheduling.sequence import Sequence
+from engine.grammar_state import GrammarState
+from engine.sequence import Sequence
 from mesh.errors import ConfigError, GrammarFailed
 from mesh.model_text.grammar import GrammarVocabulary, failing_by_name, grammar_executor
 from mesh.model_text.model_files import ModelFiles
@@ -33,7 +33,7 @@ _MAX_CACHED = 16
 """Compiled grammars kept: agents send the same one with every call."""
 
 
-class Constrainer:
+class GrammarManager:
     """Owns the two threads and the compiled grammars of one engine; no cost until the first one."""
 
     def __init__(self, files: ModelFiles, num_tokens: int) -> None:
@@ -61,20 +61,20 @@ class Constrainer:
         if sequence.sampling.grammar:
             self.prepare()
             assert self._compiler is not None
-            constraint = Constraint(sequence.sampling.grammar)
-            sequence.constraint = constraint
-            self._run(self._compiler, constraint, partial(self._compile, constraint))
+            state = GrammarState(sequence.sampling.grammar)
+            sequence.grammar_state = state
+            self._run(self._compiler, state, partial(self._compile, state))
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
         """Start the masks of the tokens that this step samples."""
         for sequence in sequences:
-            constraint = sequence.constraint
-            if constraint is None or constraint.is_prepared_for(sequence.num_output_tokens):
+            state = sequence.grammar_state
+            if state is None or state.is_prepared_for(sequence.num_output_tokens):
                 continue
             assert self._masker is not None
-            tokens = constraint.unconsumed(sequence)
-            work = partial(constraint.advance, tokens, self._num_tokens, sequence.sampling)
-            self._run(self._masker, constraint, work)
+            tokens = sequence.token_ids[sequence.num_prompt_tokens + state.num_consumed :]
+            work = partial(state.advance, tokens, self._num_tokens, sequence.sampling)
+            self._run(self._masker, state, work)
 
     def collect(
         self, sequences: Iterable[Sequence]
@@ -88,12 +88,12 @@ class Constrainer:
         failed: list[tuple[Sequence, GrammarFailed]] = []
         end_s: float | None = None
         for sequence in sequences:
-            if sequence.constraint is None:
+            if sequence.grammar_state is None:
                 continue
             now_s = time.monotonic()
             end_s = now_s + MASK_WAIT_S if end_s is None else end_s
             try:
-                sequence.constraint.result(max(0.0, end_s - now_s))
+                sequence.grammar_state.result(max(0.0, end_s - now_s))
             except TimeoutError:
                 late.append(sequence)
                 self.num_late += 1
@@ -102,10 +102,10 @@ class Constrainer:
         return late, failed
 
     def _run(
-        self, executor: ThreadPoolExecutor, constraint: Constraint, work: Callable[[], None]
+        self, executor: ThreadPoolExecutor, state: GrammarState, work: Callable[[], None]
     ) -> None:
         job = executor.submit(failing_by_name()(work))
-        constraint.start(job)
+        state.start(job)
         job.add_done_callback(lambda _: self.on_ready())
 
     def _load(self) -> GrammarVocabulary:
@@ -114,8 +114,8 @@ class Constrainer:
             self._vocabulary = GrammarVocabulary(tokenizer, self._num_tokens)
         return self._vocabulary
 
-    def _compile(self, constraint: Constraint) -> None:
-        grammar = constraint.grammar
+    def _compile(self, state: GrammarState) -> None:
+        grammar = state.grammar
         compiled = self._compiled.get(grammar)
         if compiled is None:
             try:
@@ -126,4 +126,4 @@ class Constrainer:
             if len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        constraint.adopt(compiled.deep_copy())
+        state.adopt(compiled.deep_copy())

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.backends.base import KVCacheSpec, KVDtype
-from engine.backends.gpu.kernels.paged_decode import choose_splits, paged_decode, workspace_size
-from engine.backends.gpu.kernels.varlen_prefill import varlen_prefill
+from engine.backend import KVCacheSpec, KVDtype
+from engine.backends.gpu.kernels.attention.paged_decode import (
+    choose_splits,
+    paged_decode,
+    workspace_size,
+)
+from engine.backends.gpu.kernels.attention.varlen_prefill import varlen_prefill
 from engine.backends.gpu.kv_view import KVView, kv_view
 from engine.backends.gpu.tuning import Condition, LaunchConfig
 from engine.backends.gpu.tuning_case import TuningCase

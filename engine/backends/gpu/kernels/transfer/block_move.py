@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.backends.base import KVCacheSpec
+from engine.backend import KVCacheSpec
 from engine.backends.gpu.kv_view import ELEMENT_DTYPES
 from engine.backends.gpu.variant import Variant
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.backends.gpu.kernels.packed_matmul import (
+from engine.backends.gpu.kernels.linear.packed_matmul import (
     TRITON_TYPES,
     SplitWorkspace,
     packed_matmul,
     packed_variant,
 )
-from engine.backends.gpu.kernels.packed_tuning import packed_tuning_cases
-from engine.backends.gpu.kernels.packed_weights import pack, unpack
+from engine.backends.gpu.kernels.linear.packed_tuning import packed_tuning_cases
+from engine.backends.gpu.kernels.linear.packed_weights import pack, unpack
 from engine.backends.gpu.tuning import launch_config
 from engine.backends.gpu.tuning_case import TuningCase
 from engine.backends.gpu.variant import Variant

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.backends.gpu.kernels.packed_weights import WORDS, unit_of, unpack
-from engine.backends.gpu.kernels.tile_order import grouped_tile
+from engine.backends.gpu.kernels.linear.packed_weights import WORDS, unit_of, unpack
+from engine.backends.gpu.kernels.linear.tile_order import grouped_tile
 from engine.backends.gpu.tuning import LaunchConfig, launch_config
 from engine.backends.gpu.variant import Variant
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.backends.gpu.kernels.packed_matmul import SplitWorkspace, packed_matmul
-from engine.backends.gpu.kernels.packed_weights import WORDS, unit_of
+from engine.backends.gpu.kernels.linear.packed_matmul import SplitWorkspace, packed_matmul
+from engine.backends.gpu.kernels.linear.packed_weights import WORDS, unit_of
 from engine.backends.gpu.tuning import Condition, LaunchConfig
 from engine.backends.gpu.tuning_case import TuningCase
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from engine.grammar.state import Constraint
+from engine.grammar_state import GrammarState
 from mesh.messages import FinishReason, SamplingParams, SloClass
 from mesh.transitions import between_states
 
@@ -66,7 +66,9 @@ class Sequence:
     cache_salt: str = ""
     has_receiver: bool = True
     """False on a prefill worker until a decode worker has room for the KV (its Grant came)."""
-    is_held_back: bool = False
+    is_remote: bool = False
+    """True while it waits for room for KV that a prefill worker computes."""
+    is_backpressured: bool = False
     """True on a prefill worker while the link to its decode worker carries all that it can."""
     state: SequenceState = SequenceState.WAITING
     block_table: list[int] = field(default_factory=list)
@@ -85,7 +87,7 @@ class Sequence:
     num_passed: int = 0
     """Less urgent sequences that were admitted while blocks were too few for this one."""
     finish_reason: FinishReason | None = None
-    constraint: Constraint | None = None
+    grammar_state: GrammarState | None = None
     """Its place in the grammar it must follow; None: free text."""
     num_pending_tokens: int = 0
     """Tokens that launched steps sample and nobody has read yet; they follow ``token_ids``."""
@@ -143,7 +145,7 @@ class Sequence:
     @property
     def awaits_grammar(self) -> bool:
         """Whether its grammar is not ready: no step may sample it."""
-        return self.constraint is not None and self.constraint.is_busy
+        return self.grammar_state is not None and self.grammar_state.is_busy
 
     def append(self, token_id: int) -> None:
         """Add a sampled token and set ``finish_reason`` if it ends the answer."""

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.backends.gpu.kernels.sample_search import (
+from engine.backends.gpu.kernels.sampling.sample_search import (
     find_maxima,
     key_bits,
     keys_of,
@@ -30,7 +30,7 @@ from engine.backends.gpu.kernels.sample_search import (
     settled,
     weights_of,
 )
-from engine.backends.gpu.kernels.sample_workspace import CHUNK, MAX_CHUNKS, SampleWorkspace
+from engine.backends.gpu.kernels.sampling.sample_workspace import CHUNK, MAX_CHUNKS, SampleWorkspace
 from engine.backends.gpu.tuning import launch_config
 from engine.backends.gpu.variant import Variant
 

@@ -1,4 +1,4 @@
-"""What a model needs from a device. The CPU backend implements it; a Triton one slots in beside.
+"""What a model needs from a device. The CPU and the GPU backend implement it.
 
 Shape legend: T tokens in the step, H hidden size, Hq / Hkv query / KV heads, D head dim,
 I intermediate size, V vocabulary, N sampled rows.

@@ -1,0 +1,1 @@
+"""From logits to tokens, and from tokens to the next step's."""

@@ -1,0 +1,1 @@
+"""What makes KV blocks ready to leave the GPU, and takes them up again."""

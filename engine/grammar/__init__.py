@@ -1,1 +1,0 @@
-"""Keeps output to a grammar: compiled once, followed by each sequence."""
