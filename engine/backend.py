@@ -10,7 +10,7 @@ nothing across steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -62,6 +62,51 @@ class QKNorm:
     q: torch.Tensor
     k: torch.Tensor
     eps: float
+
+
+@dataclass(slots=True, frozen=True)
+class DenseLayer:
+    """A decoder layer of the plain kind: nothing but this, in this order (``models.decoder``)."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    qk_norm: QKNorm | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(slots=True, frozen=True)
+class LayerForm:
+    """What all plain layers of a model have in common."""
+
+    eps: float
+    """Of the norms."""
+    rope: RopeTable
+    scale: float
+    """Of attention scores."""
+    window: int
+    """Sliding window in tokens; 0 is unlimited."""
+    activation: HiddenAct
+    head_dim: int
+    num_kv_heads: int
+
+
+class LayerStack(Protocol):
+    """Runs all layers of a model in one go: same results as op by op."""
+
+    def run(
+        self,
+        residual: torch.Tensor,
+        step: Any,
+        on_kv_written: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """[T, H] → the last layer's MLP output, [T, H], still to be added; ``residual`` in place.
+
+        ``on_kv_written`` as of ``Decoder.forward``, but a layer is told of when all of it is done.
+        """
+        ...
 
 
 KVDtype = Literal["fp32", "bf16", "fp16", "int8"]
@@ -167,6 +212,10 @@ class Backend(Protocol):
         self, embedding: torch.Tensor, head: torch.Tensor | None
     ) -> tuple[Embedding, Linear]:
         """Take the [V, H] float32 tables over; without ``head`` both share one stored form."""
+        ...
+
+    def layer_stack(self, layers: Sequence[DenseLayer], form: LayerForm) -> LayerStack | None:
+        """What runs all of them better than op by op; None: op by op is best."""
         ...
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> KVMemory:

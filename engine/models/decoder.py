@@ -19,7 +19,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.backend import Backend, Embedding, Linear, QKNorm, RopeTable, StepInputs
+from engine.backend import (
+    Backend,
+    DenseLayer,
+    Embedding,
+    LayerForm,
+    LayerStack,
+    Linear,
+    QKNorm,
+    RopeTable,
+    StepInputs,
+)
 from engine.batch import BatchInputs
 from engine.model_config import ModelConfig, inv_freq
 from engine.models.mlp import GatedMlp, MoeMlp, WrapLinear
@@ -102,11 +112,17 @@ class Decoder:
             self._load_layer(source, index, tables[layer_type])
             for index, layer_type in enumerate(config.layer_types)
         ]
+        self._stack = self._layer_stack()
 
     @property
     def backend(self) -> Backend:
         """What runs its ops."""
         return self._backend
+
+    @property
+    def has_layer_stack(self) -> bool:
+        """Whether its layers are computed in one go."""
+        return self._stack is not None
 
     @property
     def a_product(self) -> Linear:
@@ -128,6 +144,7 @@ class Decoder:
         if self._group.size > 1:
             clone._group = wrap_group(self._group)
         clone._backend = backend
+        clone._stack = None
         clone._embed = wrap_embedding(self._embed)
         clone._head = wrap(self._head, "head", None)
         clone._layers = [
@@ -165,10 +182,30 @@ class Decoder:
     ) -> torch.Tensor:
         """``forward`` of a step that the backend has begun."""
         backend, config = self._backend, self.config
-        eps, softcap = config.rms_norm_eps, config.attn_logit_softcap or 0.0
+        eps = config.rms_norm_eps
         residual = self._embed(step.token_ids)
         if config.embedding_scale != 1.0:
             residual *= config.embedding_scale
+        if self._stack is None:
+            branch = self._run_layers(residual, step, on_kv_written)
+        else:
+            branch = self._stack.run(residual, step, on_kv_written)
+        rows = step.sample_rows
+        hidden = backend.add_rms_norm(branch[rows], residual[rows], self._norm, eps)
+        logits = self._head(hidden)
+        if config.final_logit_softcap:
+            logits = config.final_logit_softcap * torch.tanh(logits / config.final_logit_softcap)
+        return logits
+
+    def _run_layers(
+        self,
+        residual: torch.Tensor,
+        step: StepInputs,
+        on_kv_written: Callable[[int], None] | None,
+    ) -> torch.Tensor:
+        """Op by op; what it returns is still to be added to ``residual``."""
+        backend, config = self._backend, self.config
+        eps, softcap = config.rms_norm_eps, config.attn_logit_softcap or 0.0
         hidden = backend.rms_norm(residual, self._layers[0].attention_norm, eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -189,12 +226,35 @@ class Decoder:
             if index < last:
                 norm = self._layers[index + 1].attention_norm
                 hidden = backend.add_rms_norm(branch, residual, norm, eps)
-        rows = step.sample_rows
-        hidden = backend.add_rms_norm(branch[rows], residual[rows], self._norm, eps)
-        logits = self._head(hidden)
-        if config.final_logit_softcap:
-            logits = config.final_logit_softcap * torch.tanh(logits / config.final_logit_softcap)
-        return logits
+        return branch
+
+    def _layer_stack(self) -> LayerStack | None:
+        """What runs all layers at once, if they are plain and one rank has them whole."""
+        layers, config = self._layers, self.config
+        first = layers[0]
+        dense = [
+            DenseLayer(
+                x.attention_norm, x.qkv, x.qk_norm, x.output, x.mlp_norm, x.mlp.gate_up, x.mlp.down
+            )
+            for x in layers
+            if isinstance(x.mlp, GatedMlp)
+            and x.post_attention_norm is None
+            and x.post_mlp_norm is None
+            and x.rope is first.rope
+            and x.window == first.window
+        ]
+        if len(dense) < len(layers) or self._group.size > 1 or config.attn_logit_softcap:
+            return None
+        form = LayerForm(
+            eps=config.rms_norm_eps,
+            rope=first.rope,
+            scale=config.query_scale,
+            window=first.window,
+            activation=config.hidden_act,
+            head_dim=config.head_dim,
+            num_kv_heads=config.num_kv_heads,
+        )
+        return self._backend.layer_stack(dense, form)
 
     def _load_layer(self, source: WeightSource, index: int, rope: RopeTable) -> DecoderLayer:
         config = self.config

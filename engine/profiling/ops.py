@@ -8,7 +8,7 @@ in the profiler's trace and, on CUDA, as NVTX ranges in Nsight Systems.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch.profiler import record_function
 
 from engine.backend import (
     Backend,
+    DenseLayer,
     Embedding,
     KVCacheSpec,
+    LayerForm,
     Linear,
     QKNorm,
     RopeTable,
@@ -174,6 +176,10 @@ class _RangedBackend:
         self, embedding: torch.Tensor, head: torch.Tensor | None
     ) -> tuple[Embedding, Linear]:
         return self._backend.embedding_and_head(embedding, head)
+
+    def layer_stack(self, layers: Sequence[DenseLayer], form: LayerForm) -> None:
+        """See Backend: op by op, so that each is seen."""
+        return None
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> Any:
         return self._backend.allocate_kv_cache(spec)

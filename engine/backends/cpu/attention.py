@@ -21,6 +21,7 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.backends.cpu.intrinsics import copy_as_float32, exp_f32, inner, prefetch, softmax_row
 from engine.backends.cpu.microkernel import fma_rows
@@ -50,6 +51,16 @@ class AttentionTiles:
     """[M] absolute position of the first token."""
     thread_bounds: npt.NDArray[np.int64]
     """[R + 1] thread i takes tasks ``bounds[i] … bounds[i + 1]``; task = tile * Hkv + kv head."""
+
+
+@dataclass(slots=True, frozen=True)
+class CpuStep:
+    """A begun step: what the model and the attention ops read of it."""
+
+    batch: BatchInputs
+    tiles: AttentionTiles
+    token_ids: torch.Tensor
+    sample_rows: torch.Tensor
 
 
 def plan_tiles(batch: BatchInputs, num_kv_heads: int, num_threads: int) -> AttentionTiles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 import numba
@@ -10,19 +10,22 @@ import numpy as np
 import torch
 
 from engine.backend import (
+    DenseLayer,
     Embedding,
     KVCacheSpec,
     KVDtype,
     KVMemory,
+    LayerForm,
     Linear,
     QKNorm,
     RopeTable,
     StepSizes,
 )
 from engine.backends.cpu import elementwise, kv_store
-from engine.backends.cpu.attention import AttentionTiles, paged_attention, plan_tiles
+from engine.backends.cpu.attention import CpuStep, paged_attention, plan_tiles
 from engine.backends.cpu.core_share import CoreShare
 from engine.backends.cpu.float32_linear import Float32Embedding, Float32Linear
+from engine.backends.cpu.layer_stack import CpuLayerStack, is_plain
 from engine.backends.cpu.quantized_linear import QuantizedEmbedding, QuantizedLinear, pack
 from engine.backends.cpu.workspace import Workspace
 from engine.batch import BatchInputs
@@ -34,16 +37,6 @@ WeightScheme = Literal["fp32", "int8", "int4"]
 _BITS = {"int8": 8, "int4": 4}
 _MOST_THREADS = numba.get_num_threads()  # no thread has set its own yet
 _NO_NORM = np.empty(0, np.float32)
-
-
-@dataclass(slots=True, frozen=True)
-class CpuStep:
-    """Per-step metadata of the attention ops."""
-
-    batch: BatchInputs
-    tiles: AttentionTiles
-    token_ids: torch.Tensor
-    sample_rows: torch.Tensor
 
 
 class CpuBackend:
@@ -93,6 +86,11 @@ class CpuBackend:
         linear = QuantizedLinear(head, None, 8, self._workspace)
         packed = linear.packed if tied else pack(embedding, 8)
         return QuantizedEmbedding(packed, embedding.shape[1], shared=tied), linear
+
+    def layer_stack(self, layers: Sequence[DenseLayer], form: LayerForm) -> CpuLayerStack | None:
+        if not is_plain(layers):
+            return None
+        return CpuLayerStack(layers, form, lambda: self._view, self._workspace)
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> KVMemory:
         memory, self._kv = kv_store.allocate(spec)

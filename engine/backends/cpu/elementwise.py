@@ -191,10 +191,30 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def rms_norm_kernel(num_elements: int) -> Any:
+    """The kernel for so many."""
+    return _rms_norm_serial if num_elements <= SERIAL_ELEMENTS else _rms_norm_parallel
+
+
+def add_rms_norm_kernel(num_elements: int) -> Any:
+    """The kernel for so many."""
+    return _add_rms_norm_serial if num_elements <= SERIAL_ELEMENTS else _add_rms_norm_parallel
+
+
+def act_mul_kernel(num_elements: int) -> Any:
+    """The kernel for so many results."""
+    return _act_mul_serial if num_elements <= SERIAL_ELEMENTS else _act_mul_parallel
+
+
+def rope_write_kernel(num_elements: int) -> Any:
+    """The kernel for so many elements of q, k and v."""
+    return _rope_write_serial if num_elements <= SERIAL_ELEMENTS else _rope_write_parallel
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """``out[t] = x[t] / rms(x[t]) * weight`` for x, out [T, H] float32."""
     rows, size = x.shape
-    kernel = _rms_norm_serial if rows * size <= SERIAL_ELEMENTS else _rms_norm_parallel
+    kernel = rms_norm_kernel(rows * size)
     kernel(address(x), address(weight), rows, size, np.float32(eps), address(out))
 
 
@@ -203,7 +223,7 @@ def add_rms_norm(
 ) -> None:
     """``residual += x`` in place, then ``out = rms_norm(residual)``; all [T, H] float32."""
     rows, size = x.shape
-    kernel = _add_rms_norm_serial if rows * size <= SERIAL_ELEMENTS else _add_rms_norm_parallel
+    kernel = add_rms_norm_kernel(rows * size)
     kernel(
         address(x), address(residual), address(weight), rows, size, np.float32(eps), address(out)
     )
@@ -212,7 +232,7 @@ def add_rms_norm(
 def act_mul(gate_up: torch.Tensor, gelu: bool, out: torch.Tensor) -> None:
     """``out = act(gate_up[:, :I]) * gate_up[:, I:]`` for gate_up [T, 2 I]; SiLU or tanh-GELU."""
     rows, size = out.shape
-    kernel = _act_mul_serial if rows * size <= SERIAL_ELEMENTS else _act_mul_parallel
+    kernel = act_mul_kernel(rows * size)
     kernel(address(gate_up), gelu, rows, size, address(out))
 
 
@@ -222,7 +242,7 @@ def rope_write_kv(
 ) -> None:  # fmt: skip
     """Norm (unless the weights are empty) and rotate q, k of qkv [T, (Hq + 2 Hkv) * D] in place,
     and store k and v in their slots of the KVView's arrays."""
-    kernel = _rope_write_serial if qkv.size <= SERIAL_ELEMENTS else _rope_write_parallel
+    kernel = rope_write_kernel(qkv.size)
     kernel(
         qkv, positions, slots, cos, sin, q_norm, k_norm, eps, keys, values, scales, layer, num_heads
     )

@@ -39,6 +39,11 @@ def _matmul(
             )  # fmt: skip
 
 
+def blocks_together(rows: int) -> int:
+    """How many blocks of 16 columns a tile of so many rows takes."""
+    return tile_vectors(max(1, min(rows, TILE_ROWS)))
+
+
 class Float32Linear:
     """``x @ weight.T + bias`` in float32; keeps the weights in blocks of 16 columns."""
 
@@ -46,28 +51,29 @@ class Float32Linear:
         self, weight: torch.Tensor, bias: torch.Tensor | None, workspace: Workspace
     ) -> None:
         """Pack [out, in]."""
-        self._out_features, in_features = weight.shape
-        blocks = -(-self._out_features // LANES)
-        self.packed = torch.zeros(blocks, in_features, LANES)
+        self.out_features, in_features = weight.shape
+        self.num_blocks = -(-self.out_features // LANES)
+        self.packed = torch.zeros(self.num_blocks, in_features, LANES)
         """[ceil(out / 16), in, 16]."""
         for block, columns in enumerate(weight.split(LANES)):
             self.packed[block, :, : len(columns)] = columns.T
-        self._bias = bias
+        self.packed_address = address(self.packed)
+        self.bias = bias
+        self.kernel = _matmul
         self._workspace = workspace
         self.num_bytes = self.packed.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] → [T, out]."""
         rows, size = x.shape
-        blocks = self.packed.shape[0]
-        out = torch.empty(rows, blocks * LANES)
-        _matmul(
-            address(x), rows, size, address(self.packed), blocks,
-            tile_vectors(max(1, min(rows, TILE_ROWS))), address(out), self._workspace.num_threads,
+        out = torch.empty(rows, self.num_blocks * LANES)
+        self.kernel(
+            address(x), rows, size, self.packed_address, self.num_blocks, blocks_together(rows),
+            address(out), self._workspace.num_threads,
         )  # fmt: skip
-        if out.shape[1] != self._out_features:
-            out = out[:, : self._out_features].contiguous()
-        return out if self._bias is None else out.add_(self._bias)
+        if out.shape[1] != self.out_features:
+            out = out[:, : self.out_features].contiguous()
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class Float32Embedding:

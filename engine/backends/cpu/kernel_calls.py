@@ -14,8 +14,17 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from engine.backend import KVCacheSpec, KVDtype, QKNorm, RopeTable
-from engine.backends.cpu.backend import CpuBackend, CpuStep, WeightScheme
+from engine.backend import (
+    DenseLayer,
+    KVCacheSpec,
+    KVDtype,
+    LayerForm,
+    Linear,
+    QKNorm,
+    RopeTable,
+)
+from engine.backends.cpu.attention import CpuStep
+from engine.backends.cpu.backend import CpuBackend, WeightScheme
 from engine.batch import BatchInputs
 
 Part = Literal["attention", "others"]
@@ -56,6 +65,7 @@ def kernel_calls(part: Part) -> tuple[KernelCall, ...]:
         KernelCall("embedding and head", _embedding_and_head),
         KernelCall("norms", _norms),
         KernelCall("activations", _activations),
+        KernelCall("loop over layers", _layer_stack),
     )
 
 
@@ -117,6 +127,23 @@ def _rope(backend: CpuBackend, rows: int) -> None:
 def _attention(backend: CpuBackend, rows: int) -> None:
     for window in (0, _BLOCK_SIZE):
         backend.paged_attention(_qkv(rows), 0, 1.0, window, begin_prompt(backend, rows))
+
+
+def _layer_stack(backend: CpuBackend, rows: int) -> None:
+    table, norm = torch.ones(_ROWS[-1], _HEAD_DIM // 2), torch.ones(_HIDDEN)
+    layer = DenseLayer(
+        norm, _ones(backend, (_QUERY_HEADS + 2 * _KV_HEADS) * _HEAD_DIM, _HIDDEN), None,
+        _ones(backend, _HIDDEN, _QUERY_HEADS * _HEAD_DIM), norm,
+        _ones(backend, 2 * _INTERMEDIATE, _HIDDEN), _ones(backend, _HIDDEN, _INTERMEDIATE),
+    )  # fmt: skip
+    form = LayerForm(_EPS, RopeTable(table, table), 1.0, 0, "silu", _HEAD_DIM, _KV_HEADS)
+    stack = backend.layer_stack([layer], form)
+    assert stack is not None
+    stack.compile(torch.ones(rows, _HIDDEN), begin_prompt(backend, rows))
+
+
+def _ones(backend: CpuBackend, out_features: int, in_features: int) -> Linear:
+    return backend.linear(torch.ones(out_features, in_features))
 
 
 def _qkv(rows: int) -> torch.Tensor:

@@ -171,29 +171,29 @@ class QuantizedLinear:
         Raises:
             ConfigError: see ``pack``.
         """
-        self._out_features, self._in_features = weight.shape
+        self.out_features, in_features = weight.shape
         self.packed = pack(weight, bits)
-        self._bias = bias
-        self._packed_address, self._blocks = self.packed.ctypes.data, len(self.packed)
-        self._kernel = _matmul_kernel(bits)
-        # A scale and a sum for each group, and the codes.
+        self.bias = bias
+        self.packed_address, self.num_blocks = self.packed.ctypes.data, len(self.packed)
+        self.kernel = _matmul_kernel(bits)
         width = byte_products(LEVEL, bits).activation_dtype().itemsize
-        self._scratch_bytes_per_row = self._in_features // GROUP * 8 + self._in_features * width
+        self.scratch_bytes_per_row = in_features // GROUP * 8 + in_features * width
+        """A scale and a sum for each group of activations, and the codes."""
         self._workspace = workspace
         self.num_bytes = self.packed.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] → [T, out] float32."""
         rows, size = x.shape
-        out = torch.empty(rows, self._blocks * COLUMNS)
-        self._kernel(
-            address(x), rows, size, self._packed_address, self._blocks,
-            self._workspace.reserve(rows * self._scratch_bytes_per_row), address(out),
+        out = torch.empty(rows, self.num_blocks * COLUMNS)
+        self.kernel(
+            address(x), rows, size, self.packed_address, self.num_blocks,
+            self._workspace.reserve(rows * self.scratch_bytes_per_row), address(out),
             self._workspace.num_threads,
         )  # fmt: skip
-        if out.shape[1] != self._out_features:
-            out = out[:, : self._out_features].contiguous()
-        return out if self._bias is None else out.add_(self._bias)
+        if out.shape[1] != self.out_features:
+            out = out[:, : self.out_features].contiguous()
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class QuantizedEmbedding:

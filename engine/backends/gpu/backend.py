@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from engine.backend import (
+    DenseLayer,
     Embedding,
     KVCacheSpec,
     KVDtype,
     KVMemory,
+    LayerForm,
     Linear,
     QKNorm,
     RopeTable,
@@ -93,6 +95,10 @@ class GpuBackend:
         self, embedding: torch.Tensor, head: torch.Tensor | None
     ) -> tuple[Embedding, Linear]:
         return self._linears.embedding_and_head(embedding, head)
+
+    def layer_stack(self, layers: Sequence[DenseLayer], form: LayerForm) -> None:
+        """See Backend: graphs of whole decode steps do it here."""
+        return None
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> KVMemory:
         pool = torch.zeros(spec.num_blocks, spec.block_bytes, dtype=torch.uint8, device=self.device)
