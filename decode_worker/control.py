@@ -6,7 +6,6 @@ import asyncio
 import logging
 from functools import partial
 
-from decode_worker.kv_import import NICENESS, make_receiver, open_rank
 from decode_worker.loop import (
     BlocksFreed,
     Command,
@@ -42,6 +41,7 @@ from mesh.telemetry.log_format import about
 from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from worker.followers.follower_processes import FollowerProcesses
 from worker.host import WorkerHost
+from worker.kv import NICENESS, make_receiver, open_rank
 from worker.load import with_transfers
 from worker.runtime import WorkerRuntime
 from worker.spans import log_failure, log_leg, open_spans
@@ -101,7 +101,7 @@ class DecodeControl:
             on_events=self._on_events,
             poll=self._poll,
             poll_fileno=self._transport.arrivals_fileno(),
-            niceness=NICENESS,
+            niceness=NICENESS["decode"],
             load=self._load,
             drain_s=config.drain_s,
         )

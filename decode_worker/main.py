@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from engine.device import Placement
 from kvtransfer.ranks.messages import ReceiveReport
 from mesh.config import WorkerConfig
-from mesh.service import process_epoch, run_service, setup_logging
-from mesh.threads import configure_threads
-from worker.placement import run_placed
+from worker.main import MakeControl, run_worker
 
 
 def run(config: WorkerConfig) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """See ``run_worker``."""
+    run_worker(config, _load_control, "decode_worker.follower", ReceiveReport)
 
-    Raises:
-        ConfigError: the configuration or the model is unusable.
-        Unavailable: no GPU became free, or its lease was lost.
-    """
-    setup_logging(config.log_level, config.worker_id, config.log_format)
-    configure_threads()
 
-    async def main(stop: asyncio.Event) -> None:
-        async def serve(placement: Placement) -> None:
-            # Loads torch, which reads the thread settings and what GPUs there are.
-            from decode_worker.control import DecodeControl
-            from worker.start import start_engine, start_followers
+def _load_control() -> MakeControl:
+    from decode_worker.control import DecodeControl
 
-            await asyncio.sleep(0.01)  # hears of a signal that came while that was imported
-            if stop.is_set():
-                return
-            epoch = process_epoch()
-            followers = start_followers(
-                config, placement, "decode_worker.follower", ReceiveReport, epoch
-            )
-            try:
-                engine = await start_engine(config, placement, followers)
-                if not stop.is_set():
-                    await DecodeControl(config, engine, followers, epoch).run(stop)
-            finally:
-                if followers is not None:
-                    await followers.close()
-
-        await run_placed(config, stop, serve)
-
-    run_service(main)
+    return DecodeControl

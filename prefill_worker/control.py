@@ -27,7 +27,6 @@ from mesh.messages import (
 )
 from mesh.service import process_epoch
 from mesh.telemetry.log_format import about
-from prefill_worker.export import NICENESS, make_sender, open_rank
 from prefill_worker.loop import (
     Command,
     Congestion,
@@ -42,6 +41,7 @@ from prefill_worker.loop import (
 from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from worker.followers.follower_processes import FollowerProcesses
 from worker.host import WorkerHost
+from worker.kv import NICENESS, make_sender, open_rank
 from worker.load import with_transfers
 from worker.runtime import WorkerRuntime
 from worker.spans import log_failure, log_leg, open_spans
@@ -95,7 +95,7 @@ class PrefillControl:
             on_events=self._on_events,
             poll=self._poll,
             poll_fileno=self._transport.connections_fileno(),
-            niceness=NICENESS,
+            niceness=NICENESS["prefill"],
             load=self._load,
             drain_s=config.drain_s,
         )

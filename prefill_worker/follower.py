@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
-import msgspec
-
-from engine.engine import Engine
-from engine.tensor_parallel.step_progress import StepProgress
-from kvtransfer.ranks.messages import Outgoing, SendCommand
+from kvtransfer.ranks.messages import SendCommand
 from kvtransfer.ranks.remote_sender import SenderSide
-from mesh.messages import TransferMessage
-from prefill_worker.export import NICENESS, make_sender, open_rank
-from worker.followers.follower import run_follower
-from worker.followers.rank_setup import RankSetup
+from worker.followers.follower import FollowerRank, run_follower
+from worker.kv import NICENESS, make_sender
 
 
-def _make_side(
-    setup: RankSetup,
-    engine: Engine,
-    progress: StepProgress,
-    tell: Callable[[msgspec.Struct], object],
-) -> SenderSide:
-    data_plane = open_rank(setup.config, engine, setup.epoch)
-
-    def send(peer_id: str, message: TransferMessage) -> bool:
-        return bool(tell(Outgoing(peer_id=peer_id, message=message)))
-
-    sender = make_sender(setup.config, engine, data_plane, setup.epoch, send)
-    fileno = data_plane.transport.connections_fileno()
-    return SenderSide(sender, progress.has_reached, fileno, tell)
+def _make_side(rank: FollowerRank) -> SenderSide:
+    sender = make_sender(rank.config, rank.engine, rank.data_plane, rank.epoch, rank.send)
+    fileno = rank.data_plane.transport.connections_fileno()
+    return SenderSide(sender, rank.progress.has_reached, fileno, rank.tell)
 
 
 if __name__ == "__main__":
-    run_follower(sys.argv[1:], SendCommand, _make_side, NICENESS)
+    run_follower(sys.argv[1:], SendCommand, _make_side, NICENESS["prefill"])

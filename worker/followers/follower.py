@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -24,12 +25,17 @@ from engine.engine import Engine
 from engine.step_loop import follow_steps
 from engine.tensor_parallel.step_progress import StepProgress
 from engine.tensor_parallel.step_wire import StepReceiver
+from kvtransfer.data_plane import DataPlane
+from kvtransfer.ranks.messages import Outgoing
+from mesh.config import WorkerConfig
 from mesh.errors import PdmeshError
+from mesh.messages import TransferMessage
 from mesh.parent_watch import die_with_parent
 from mesh.service import setup_logging
 from mesh.threads import configure_threads
 from worker.followers.message_pipe import MessagePipe
 from worker.followers.rank_setup import RankReady, RankSetup
+from worker.kv import open_rank
 from worker.start import build_rank
 
 BUSY_POLL_S = 0.001
@@ -55,8 +61,26 @@ class Side(Protocol):
         ...
 
 
-MakeSide = Callable[[RankSetup, Engine, StepProgress, Callable[[msgspec.Struct], object]], Side]
-"""From the setup, the rank's engine, its progress, and what sends to rank 0."""
+@dataclass(slots=True, frozen=True)
+class FollowerRank:
+    """What a side is made of."""
+
+    config: WorkerConfig
+    epoch: int
+    """Of the worker."""
+    engine: Engine
+    progress: StepProgress
+    data_plane: DataPlane
+    tell: Callable[[msgspec.Struct], object]
+    """Queues a message to rank 0."""
+
+    def send(self, peer_id: str, message: TransferMessage) -> bool:
+        """Queue a message to a peer, by way of rank 0."""
+        return bool(self.tell(Outgoing(peer_id=peer_id, message=message)))
+
+
+MakeSide = Callable[[FollowerRank], Side]
+"""Once the model is loaded."""
 
 
 def run_follower(
@@ -127,7 +151,12 @@ class _Follower:
             self._poll_now.set()
 
     def _on_loaded(self, setup: RankSetup, engine: Engine) -> None:
-        self._side = self._make_side(setup, engine, self._progress, self._pipe.send)
+        data_plane = open_rank(setup.config, engine, setup.epoch)
+        self._side = self._make_side(
+            FollowerRank(
+                setup.config, setup.epoch, engine, self._progress, data_plane, self._pipe.send
+            )
+        )
         fileno = self._side.fileno()
         if fileno is not None:
             asyncio.get_running_loop().add_reader(fileno, self._poll_now.set)

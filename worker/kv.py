@@ -1,4 +1,4 @@
-"""One rank's half of the KV import: its data plane and its receiver."""
+"""One rank's end of the KV hand-off: its data plane, and the sender or receiver over it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from engine.engine import Engine
 from kvtransfer.data_plane import DataPlane, open_data_plane
 from kvtransfer.outbox import Send
 from kvtransfer.receiver.receiver import TransferReceiver
+from kvtransfer.sender.sender import TransferSender
 from mesh.config import WorkerConfig
+from mesh.messages import Role
 
-NICENESS = 5
-"""Of the computing threads: after what passes tokens on, before a prefill worker's."""
+NICENESS: dict[Role, int] = {"prefill": 10, "decode": 5}
+"""Of the computing threads: after what passes tokens on, and prefill after every running answer."""
 
 
 def open_rank(config: WorkerConfig, engine: Engine, epoch: int) -> DataPlane:
@@ -23,6 +25,24 @@ def open_rank(config: WorkerConfig, engine: Engine, epoch: int) -> DataPlane:
         config, engine.kv_spec, memory.buffer, memory.mapping, epoch,
         rank=engine.group.rank, heads=engine.shard.kv_heads,
     )  # fmt: skip
+
+
+def make_sender(
+    config: WorkerConfig, engine: Engine, data_plane: DataPlane, epoch: int, send: Send
+) -> TransferSender:
+    """The sender of this rank's blocks."""
+    return TransferSender(
+        worker_id=config.worker_id,
+        epoch=epoch,
+        fingerprint=engine.fingerprint,
+        transport=data_plane.transport,
+        send=send,
+        layout=data_plane.layout,
+        rank=engine.group.rank,
+        num_parts=config.kv_layer_groups,
+        staging=data_plane.staging,
+        lease_s=config.lease_s,
+    )
 
 
 def make_receiver(
