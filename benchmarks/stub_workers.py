@@ -23,18 +23,16 @@ from mesh.messages import (
     AnyMessage,
     DecodeRequest,
     FinishReason,
-    LoadSnapshot,
     PrefillRequest,
-    Role,
     StepOutput,
     TokenOutput,
-    WorkerInfo,
 )
 from mesh.model_text.model_files import resolve_model
 from mesh.model_text.tokenizer import load_tokenizer
 from mesh.parent_watch import die_with_parent
 from mesh.registry.registration import Registration
 from mesh.service import process_epoch, run_service
+from mesh.worker_info import LoadSnapshot, Role, WorkerInfo
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog, and a token is one word or a piece of it. "

@@ -29,7 +29,7 @@ from mesh.config import (
     WorkerConfig,
 )
 from mesh.errors import ConfigError
-from mesh.messages import Role
+from mesh.worker_info import Role
 
 REDIS_URL_VARIABLE = "PDMESH_REDIS_URL"
 """Read where --redis is not given: keeps the password out of the process list."""

@@ -20,8 +20,8 @@ from cli.roles import PARENT_VARIABLE
 from cli.supervisor import Supervisor
 from mesh.config import ROLES, GatewayConfig, WorkerConfig
 from mesh.errors import ConfigError
-from mesh.messages import Role
 from mesh.model_text.model_files import resolve_model
+from mesh.worker_info import Role
 
 _ROOT = Path(__file__).resolve().parents[1]
 _REDIS_CONNECT_TIMEOUT_S = 3.0

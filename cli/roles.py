@@ -13,8 +13,8 @@ import msgspec
 from cli.flags import flag_error, gateway_config, worker_config
 from mesh.errors import ConfigError, PdmeshError
 from mesh.local_address import WILDCARDS, address_towards
-from mesh.messages import Role
 from mesh.parent_watch import die_with_parent
+from mesh.worker_info import Role
 
 PARENT_VARIABLE = "PDMESH_PARENT_PID"
 """Set by ``pdmesh up`` for its children: they die with that process."""

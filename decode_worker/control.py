@@ -31,13 +31,13 @@ from mesh.messages import (
     AnyMessage,
     DataPlaneOffer,
     DecodeRequest,
-    LoadSnapshot,
     RequestFailed,
     StepOutput,
     TransferMessage,
 )
 from mesh.service import process_epoch
 from mesh.telemetry.log_format import about
+from mesh.worker_info import LoadSnapshot
 from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from worker.followers.follower_processes import FollowerProcesses
 from worker.host import WorkerHost

@@ -6,7 +6,7 @@ import sys
 
 from kvtransfer.ranks.messages import ReceiveCommand
 from kvtransfer.ranks.remote_receiver import ReceiverSide
-from worker.followers.follower import FollowerRank, run_follower
+from worker.follower import FollowerRank, run_follower
 from worker.kv import NICENESS, make_receiver
 
 

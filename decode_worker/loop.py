@@ -21,13 +21,8 @@ from dataclasses import dataclass, field
 from engine.engine import Engine, StepResult
 from engine.sequence import Sequence, SequenceState
 from mesh.errors import DeadlineExceeded, PdmeshError
-from mesh.messages import (
-    DecodeRequest,
-    LoadSnapshot,
-    PeerRef,
-    PrefillDone,
-    TokenOutput,
-)
+from mesh.messages import DecodeRequest, PeerRef, PrefillDone, TokenOutput
+from mesh.worker_info import LoadSnapshot
 from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from worker.leg import Job, check_fits, failure, make_sequence, token_output
 from worker.load import take_snapshot

@@ -13,7 +13,7 @@ from typing import Literal
 from mesh.config import Device
 from mesh.errors import ConfigError
 from mesh.gpus.topology import NO_GPUS, GpuTopology
-from mesh.messages import WorkerGpu
+from mesh.worker_info import WorkerGpu
 
 DeviceKind = Literal["cpu", "cuda"]
 

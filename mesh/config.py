@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from mesh.errors import ConfigError
-from mesh.messages import MAX_RANKS, Role
+from mesh.worker_info import MAX_RANKS, Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]

@@ -19,7 +19,6 @@ from mesh.messages import (
     AbortRequest,
     AnyMessage,
     Grant,
-    LoadSnapshot,
     PrefillRequest,
     RequestFailed,
     StepOutput,
@@ -27,6 +26,7 @@ from mesh.messages import (
 )
 from mesh.service import process_epoch
 from mesh.telemetry.log_format import about
+from mesh.worker_info import LoadSnapshot
 from prefill_worker.loop import (
     Command,
     Congestion,

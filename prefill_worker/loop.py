@@ -20,7 +20,8 @@ from engine.engine import Engine, StepResult
 from engine.scheduling.step_plan import ScheduledChunk
 from engine.sequence import Sequence, SequenceState
 from mesh.errors import DeadlineExceeded, PdmeshError, TransferFailed
-from mesh.messages import LoadSnapshot, PrefillRequest
+from mesh.messages import PrefillRequest
+from mesh.worker_info import LoadSnapshot
 from worker.commands import Abort, CancelTransfer, Failed, GatewayLost, Tokens
 from worker.leg import Job, check_fits, failure, make_sequence, token_output
 from worker.load import take_snapshot

@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from mesh.messages import LoadSnapshot
 from mesh.registry.keys import LOAD_INTERVAL_S
+from mesh.worker_info import LoadSnapshot
 
 QUIET_S = 3 * LOAD_INTERVAL_S
 """Without work for this long a worker is done: the gateways have heard of the end by then, and

@@ -14,18 +14,12 @@ from engine.device import cpu_level
 from engine.engine import Engine
 from mesh.config import WorkerConfig
 from mesh.links.listen import WorkerServer
-from mesh.messages import (
-    AnyMessage,
-    DataPlaneOffer,
-    LoadSnapshot,
-    StatusReply,
-    StatusRequest,
-    WorkerInfo,
-)
+from mesh.messages import AnyMessage, DataPlaneOffer, StatusReply, StatusRequest
 from mesh.model_text.model_files import resolve_model
 from mesh.registry.registration import Registration
 from mesh.service import HttpServer, metrics_handler, serve_http
 from mesh.telemetry import metrics
+from mesh.worker_info import LoadSnapshot, WorkerInfo
 from worker.placement import show_gpus
 from worker.profiling import ProfileEndpoint
 

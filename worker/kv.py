@@ -8,7 +8,7 @@ from kvtransfer.outbox import Send
 from kvtransfer.receiver.receiver import TransferReceiver
 from kvtransfer.sender.sender import TransferSender
 from mesh.config import WorkerConfig
-from mesh.messages import Role
+from mesh.worker_info import Role
 
 NICENESS: dict[Role, int] = {"prefill": 10, "decode": 5}
 """Of the computing threads: after what passes tokens on, and prefill after every running answer."""

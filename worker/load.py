@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.engine import Engine
-from mesh.messages import LoadSnapshot
+from mesh.worker_info import LoadSnapshot
 
 
 def take_snapshot(engine: Engine, *, num_held: int = 0) -> LoadSnapshot:

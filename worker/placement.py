@@ -25,9 +25,9 @@ from mesh.gpus.lease import LEASE_TTL_S, GpuLease, take_gpus
 from mesh.gpus.lease_table import GpuLeaseTable, Holder, host_id
 from mesh.gpus.nvml import read_topology
 from mesh.gpus.topology import NO_GPUS, GpuTopology, visible
-from mesh.messages import WorkerGpu
 from mesh.registry.redis_client import open_blocking_redis
 from mesh.telemetry import metrics
+from mesh.worker_info import WorkerGpu
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic
 
 from mesh.errors import PdmeshError
-from mesh.messages import LoadSnapshot
+from mesh.worker_info import LoadSnapshot
 from worker.drain import drain
 from worker.host import WorkerHost
 from worker.model_thread import Command, Event, Loop, ModelThread

@@ -25,17 +25,16 @@ from mesh.errors import PdmeshError, WorkerLost
 from mesh.links.dial import WorkerLink
 from mesh.messages import (
     AnyMessage,
-    LoadSnapshot,
     PeerRef,
     RequestFailed,
     StatusReply,
     StatusRequest,
     StepOutput,
     TokenOutput,
-    WorkerInfo,
 )
 from mesh.registry.view import WorkerEntry
 from mesh.telemetry import metrics
+from mesh.worker_info import LoadSnapshot, WorkerInfo
 
 _logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from mesh.errors import ContextTooLong, Overloaded, Unavailable
-from mesh.messages import LoadSnapshot, WorkerInfo
+from mesh.worker_info import LoadSnapshot, WorkerInfo
 
 MAX_WAITING_PER_SEQ = 8
 """A decode worker whose queue is this many times its batch takes no more."""

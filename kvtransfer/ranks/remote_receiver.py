@@ -114,7 +114,7 @@ class ReceiverSide:
         self._tell = tell
 
     def on_message(self, command: ReceiveCommand) -> None:
-        """See ``worker.followers.follower.Side``."""
+        """See ``worker.follower.Side``."""
         match command:
             case Deliver():
                 self._receiver.on_message(command.peer_id, command.message)

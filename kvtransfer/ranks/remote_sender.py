@@ -138,7 +138,7 @@ class SenderSide:
         self._congested: frozenset[str] = frozenset()
 
     def on_message(self, command: SendCommand) -> None:
-        """See ``worker.followers.follower.Side``."""
+        """See ``worker.follower.Side``."""
         match command:
             case SubmitBlocks() | FinishSend():
                 self._waiting.append(command)

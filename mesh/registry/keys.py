@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from mesh.errors import MessageTooLarge, ProtocolError
-from mesh.messages import LoadSnapshot, WorkerInfo
+from mesh.worker_info import LoadSnapshot, WorkerInfo
 
 _Value = TypeVar("_Value", WorkerInfo, "LoadUpdate", "MemberChange")
 

@@ -12,7 +12,6 @@ from redis.asyncio import Redis
 from mesh.backoff import Backoff
 from mesh.cancel import cancel_and_wait
 from mesh.errors import ProtocolError
-from mesh.messages import LoadSnapshot, WorkerInfo
 from mesh.registry.keys import (
     HEARTBEAT_S,
     HEARTBEAT_TTL_S,
@@ -29,6 +28,7 @@ from mesh.registry.keys import (
 )
 from mesh.registry.redis_client import REDIS_ERRORS, open_redis
 from mesh.telemetry.rate_limited_log import RateLimitedLog
+from mesh.worker_info import LoadSnapshot, WorkerInfo
 
 _CLOSE_TIMEOUT_S = 1.0
 _TTL_MS = int(HEARTBEAT_TTL_S * 1000)

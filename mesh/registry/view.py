@@ -19,7 +19,6 @@ from redis.asyncio import Redis
 from mesh.backoff import Backoff
 from mesh.cancel import cancel_and_wait
 from mesh.errors import ProtocolError
-from mesh.messages import LoadSnapshot, WorkerInfo
 from mesh.registry.keys import (
     HEARTBEAT_S,
     HEARTBEAT_TTL_S,
@@ -36,6 +35,7 @@ from mesh.registry.keys import (
 )
 from mesh.registry.redis_client import REDIS_ERRORS, REDIS_TIMEOUT_S, open_redis
 from mesh.telemetry.rate_limited_log import RateLimitedLog
+from mesh.worker_info import LoadSnapshot, WorkerInfo
 
 _logger = logging.getLogger(__name__)
 

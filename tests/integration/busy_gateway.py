@@ -14,8 +14,9 @@ import msgspec
 from gateway.observe.history import History
 from gateway.prompts.served_model import load_served_model
 from mesh.leg_timing import LegTiming
-from mesh.messages import LoadSnapshot, TokenOutput
+from mesh.messages import TokenOutput
 from mesh.model_text.model_files import resolve_model
+from mesh.worker_info import LoadSnapshot
 from tests.unit.gateway.scripted_cluster import Script, ScriptedCluster, ScriptedWorker
 
 SLOT_S = 0.25

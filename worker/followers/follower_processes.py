@@ -59,7 +59,7 @@ class FollowerProcesses:
         Args:
             config: The worker's.
             device: What all ranks compute on.
-            module: What they run, see ``worker.followers.follower``.
+            module: What they run, see ``worker.follower``.
             reports: Type of their messages besides ``RankReady``.
             epoch: This start of the worker.
         """

@@ -17,7 +17,7 @@ import os
 import struct
 
 from mesh.errors import ConfigError
-from mesh.messages import Role
+from mesh.worker_info import Role
 
 _FLOCK = struct.Struct("hhqqi")  # type, whence, start, length, pid: fcntl(2)
 _ROLE_BYTES = 1 << 24

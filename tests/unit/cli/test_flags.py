@@ -13,7 +13,7 @@ from cli import flags
 from cli.main import build_parser, main
 from mesh.config import GatewayConfig, WorkerConfig
 from mesh.errors import ConfigError
-from mesh.messages import Role
+from mesh.worker_info import Role
 
 URL = "redis://127.0.0.1:6379/0"
 _ROOT = Path(__file__).parents[3]

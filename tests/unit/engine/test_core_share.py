@@ -13,7 +13,7 @@ import pytest
 
 from engine.backends.cpu.core_share import CoreShare
 from mesh.errors import ConfigError
-from mesh.messages import Role
+from mesh.worker_info import Role
 
 ROOT = Path(__file__).parents[3]
 WORKER = """

@@ -24,18 +24,16 @@ from mesh.messages import (
     AbortRequest,
     AnyMessage,
     DecodeRequest,
-    LoadSnapshot,
     PrefillRequest,
     RequestFailed,
-    Role,
     StatusReply,
     StatusRequest,
     StepOutput,
     TokenLogprobs,
     TokenOutput,
-    WorkerInfo,
 )
 from mesh.registry.view import WorkerEntry
+from mesh.worker_info import LoadSnapshot, Role, WorkerInfo
 
 _epochs = itertools.count(1)
 

@@ -15,14 +15,8 @@ from gateway.generation.generation_request import GenerationRequest
 from gateway.routing.cluster import Cluster, Worker
 from gateway.routing.router import Pair
 from mesh.errors import IncompatiblePeer, PdmeshError, WorkerLost
-from mesh.messages import (
-    AbortRequest,
-    AnyMessage,
-    RequestFailed,
-    SamplingParams,
-    TokenOutput,
-    WorkerInfo,
-)
+from mesh.messages import AbortRequest, AnyMessage, RequestFailed, SamplingParams, TokenOutput
+from mesh.worker_info import WorkerInfo
 from tests.unit.gateway.client import CHAT, MESSAGES, Client
 from tests.unit.gateway.scripted_cluster import (
     Script,

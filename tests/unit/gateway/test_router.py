@@ -16,7 +16,7 @@ from gateway.routing.router import (
     has_pair,
 )
 from mesh.errors import ContextTooLong, Overloaded, Unavailable
-from mesh.messages import LoadSnapshot, Role, WorkerInfo
+from mesh.worker_info import LoadSnapshot, Role, WorkerInfo
 
 NEED = Need(num_prompt_tokens=100, num_total_tokens=200)
 

@@ -6,7 +6,8 @@ import msgpack
 import msgspec
 import pytest
 
-from mesh.messages import MAX_RANKS, PeerRef
+from mesh.messages import PeerRef
+from mesh.worker_info import MAX_RANKS
 
 
 def decode(fields: list[object]) -> PeerRef:

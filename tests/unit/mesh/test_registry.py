@@ -12,7 +12,6 @@ from redis.asyncio import Redis
 
 from cli.embedded_valkey import EmbeddedValkey
 from mesh.errors import ConfigError
-from mesh.messages import LoadSnapshot, WorkerGpu, WorkerInfo
 from mesh.registry.keys import (
     HEARTBEAT_S,
     HEARTBEAT_TTL_S,
@@ -24,6 +23,7 @@ from mesh.registry.keys import (
 )
 from mesh.registry.registration import Registration
 from mesh.registry.view import ClusterView
+from mesh.worker_info import LoadSnapshot, WorkerGpu, WorkerInfo
 from tests.unit.loop_lag import watched_loop
 from tests.unit.mesh.until import until
 

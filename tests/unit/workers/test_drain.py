@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from mesh.config import WorkerConfig
-from mesh.messages import DataPlaneOffer, LoadSnapshot
+from mesh.messages import DataPlaneOffer
 from mesh.service import process_epoch
+from mesh.worker_info import LoadSnapshot
 from tests.unit.engine.tiny_llama import TinyLlama
 from tests.unit.mesh.until import until
 from worker.drain import drain
