@@ -286,9 +286,9 @@ class ChunkHeader(Message, frozen=True, tag="chunk"):
     num_bytes: int
     """As written, all blocks together."""
     checksum: int
-    """xxh3-64 over the written bytes: blocks in logical order, pieces in pool order."""
+    """xxh3-64 over the written bytes: blocks in logical order, segments in pool order."""
     stride: int
-    """Distance of the pieces that were written, which divides D's blocks; see ``kvtransfer``."""
+    """Distance of the segments that were written, which divides D's blocks; see ``kvtransfer``."""
     part: int
     """Which run of rows (layers) of the blocks: 0 … num_parts - 1."""
     num_parts: int

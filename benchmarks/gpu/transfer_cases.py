@@ -73,21 +73,21 @@ def move_case(
 
 
 def compress_case(
-    device: torch.device, dtype: torch.dtype, num_pieces: int, num_elements: int
+    device: torch.device, dtype: torch.dtype, num_segments: int, num_elements: int
 ) -> Case:
     """Compress and expand; a tie may go to either of two steps, of which 127 are the largest."""
-    generator = torch.Generator(device).manual_seed(num_pieces)
-    pieces = torch.randn(num_pieces, num_elements, generator=generator, device=device).to(dtype)
+    generator = torch.Generator(device).manual_seed(num_segments)
+    segments = torch.randn(num_segments, num_elements, generator=generator, device=device).to(dtype)
     encoded = poisoned(
-        num_pieces, kv_compress.encoded_bytes(num_elements), dtype=torch.uint8, device=device
+        num_segments, kv_compress.encoded_bytes(num_elements), dtype=torch.uint8, device=device
     )
-    back = torch.empty_like(pieces)
-    ids = torch.arange(num_pieces, device=device)
+    back = torch.empty_like(segments)
+    ids = torch.arange(num_segments, device=device)
     there = ids.flip(0)
     not_finite = torch.zeros(1, dtype=torch.int32, device=device)
 
     def run() -> torch.Tensor:
-        kv_compress.kv_compress(pieces, ids, encoded, there, not_finite)
+        kv_compress.kv_compress(segments, ids, encoded, there, not_finite)
         return encoded
 
     def there_and_back() -> torch.Tensor:
@@ -96,12 +96,13 @@ def compress_case(
         return back
 
     def expected() -> torch.Tensor:
-        steps, scales = kv_compress.reference(pieces)
+        steps, scales = kv_compress.reference(segments)
         return steps * scales.repeat_interleave(_GROUP, dim=1)
 
     return Case(
-        kernel="kv_compress", inputs=f"{num_pieces} x {num_elements} {dtype}".replace("torch.", ""),
+        kernel="kv_compress",
+        inputs=f"{num_segments} x {num_elements} {dtype}".replace("torch.", ""),
         run=run, error=relative_error(there_and_back, expected),
         bound=1.2 / 127,
-        num_bytes=pieces.nbytes + encoded.nbytes,
+        num_bytes=segments.nbytes + encoded.nbytes,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """KV compressed on the wire: int8 with one scale for every 32 elements.
 
-A piece of ``n`` elements becomes n int8 and then n / 32 float32 scales: 1.8 times less than 16-bit
-KV, 3.6 times less than float32. It is written to the start of the piece's place and expanded there.
-Rounding is to the nearest of 255 steps of the group's largest magnitude.
+A segment of ``n`` elements becomes n int8 and then n / 32 float32 scales: 1.8 times less than
+16-bit KV, 3.6 times less than float32. It is written to the start of the segment's place and
+expanded there. Rounding is to the nearest of 255 steps of the group's largest magnitude.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.memory.segments import Bytes, PieceSize, as_rows
+from kvtransfer.memory.segments import Bytes, SegmentSize, as_rows
 
 INT8 = "int8"
 ENCODINGS = ("", INT8)
@@ -23,26 +23,26 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Floats = npt.NDArray[np.float32]
 
 
-def encoded_size(stride: int, element: str) -> PieceSize | None:
-    """The size of compressed pieces in the places of whole ones; None where they can't be."""
+def encoded_size(stride: int, element: str) -> SegmentSize | None:
+    """The size of compressed segments in the places of whole ones; None where they can't be."""
     element_bytes = _ELEMENT_BYTES.get(element)
     if element_bytes is None or stride % (element_bytes * GROUP):
         return None
     num_groups = stride // element_bytes // GROUP
-    return PieceSize(stride, num_groups * (GROUP + 4))
+    return SegmentSize(stride, num_groups * (GROUP + 4))
 
 
-def encode_pieces(
+def encode_segments(
     pool: Bytes, ids: Sequence[int], stride: int, element: str, to: Sequence[int]
 ) -> bool:
-    """Compress whole pieces ``ids`` into pieces ``to`` of the same pool.
+    """Compress whole segments ``ids`` into segments ``to`` of the same pool.
 
     Returns:
         False, and nothing usable written, where a value is not finite.
     """
     size = encoded_size(stride, element)
     assert size is not None
-    values = _to_floats(as_rows(pool, PieceSize(stride, stride))[np.asarray(ids)], element)
+    values = _to_floats(as_rows(pool, SegmentSize(stride, stride))[np.asarray(ids)], element)
     groups = values.reshape(len(ids), -1, GROUP)
     scales = np.abs(groups).max(axis=2) / np.float32(_STEPS)
     if not np.isfinite(scales).all():
@@ -58,8 +58,8 @@ def encode_pieces(
     return True
 
 
-def decode_pieces(pool: Bytes, ids: Sequence[int], stride: int, element: str) -> None:
-    """Expand compressed pieces in place."""
+def decode_segments(pool: Bytes, ids: Sequence[int], stride: int, element: str) -> None:
+    """Expand compressed segments in place."""
     size = encoded_size(stride, element)
     assert size is not None
     encoded = as_rows(pool, size)[np.asarray(ids)]
@@ -67,7 +67,7 @@ def decode_pieces(pool: Bytes, ids: Sequence[int], stride: int, element: str) ->
     steps = encoded[:, :num_elements].view(np.int8).astype(np.float32)
     scales = np.ascontiguousarray(encoded[:, num_elements:]).view(np.float32)
     values = steps.reshape(len(ids), -1, GROUP) * scales[:, :, None]
-    whole = as_rows(pool, PieceSize(stride, stride))
+    whole = as_rows(pool, SegmentSize(stride, stride))
     whole[np.asarray(ids)] = _from_floats(values.reshape(len(ids), -1), element)
 
 

@@ -1,11 +1,11 @@
-"""What lies where in a block, and which pieces of it a write moves.
+"""What lies where in a block, and which segments of it a write moves.
 
 A block is ``[num_rows, heads, head_bytes]``; a row is one layer's K or V. A tensor-parallel rank's
 pool holds the rows with only its own heads, so between pools of different ranks the same heads lie
 at different places, one run in every row:
 
-    P, heads 0-3   |0 1 2 3|0 1 2 3|0 1 2 3|…      pieces 1, 3, 5 …  of two heads each
-    D, heads 2-5   |2 3 4 5|2 3 4 5|2 3 4 5|…      pieces 0, 2, 4 …
+    P, heads 0-3   |0 1 2 3|0 1 2 3|0 1 2 3|…      segments 1, 3, 5 …  of two heads each
+    D, heads 2-5   |2 3 4 5|2 3 4 5|2 3 4 5|…      segments 0, 2, 4 …
 
 A part is a run of consecutive rows, so that the first layers can go while the last ones compute.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 from mesh.kv_heads import Heads, heads_of_rank
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "WritePlan",
     "heads_of_rank",
     "part_of",
-    "piece_ids",
     "plan_write",
+    "segment_ids",
     "sources_of_rank",
 ]
 
@@ -58,10 +58,10 @@ class BlockLayout:
         """Size of a block."""
         return self.num_rows * len(self.heads) * self.head_bytes
 
-    def pieces(self, heads: Heads, stride: int) -> tuple[int, ...] | None:
-        """The pieces of one block that hold these heads, row by row; None where none fit exactly.
+    def segments(self, heads: Heads, stride: int) -> tuple[int, ...] | None:
+        """The segments of one block that hold these heads, row by row; None where none fit exactly.
 
-        Every piece lies within one row, unless the heads are all there are.
+        Every segment lies within one row, unless the heads are all there are.
         """
         if stride <= 0 or not self.heads.holds(heads):
             return None
@@ -73,9 +73,9 @@ class BlockLayout:
         if row_bytes % stride or first % stride or run_bytes % stride:
             return None
         return tuple(
-            (row * row_bytes + first) // stride + piece
+            (row * row_bytes + first) // stride + segment
             for row in range(self.num_rows)
-            for piece in range(run_bytes // stride)
+            for segment in range(run_bytes // stride)
         )
 
 
@@ -85,7 +85,7 @@ class WritePlan:
 
     stride: int
     local: tuple[int, ...]
-    """Pieces of one block, in the sender's pool …"""
+    """Segments of one block, in the sender's pool …"""
     remote: tuple[int, ...]
     """… and where each goes in the receiver's."""
     local_per_block: int
@@ -94,19 +94,19 @@ class WritePlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each part of a block is one piece and goes as it lies."""
+        """Whether each part of a block is one segment and goes as it lies."""
         return self.local_per_block == len(self.local) == self.num_parts
 
     @property
-    def size(self) -> PieceSize:
-        """Pieces as they lie in both pools."""
-        return PieceSize(self.stride, self.stride)
+    def size(self) -> SegmentSize:
+        """Segments as they lie in both pools."""
+        return SegmentSize(self.stride, self.stride)
 
 
 def plan_write(
     sender: BlockLayout, receiver: BlockLayout, heads: Heads, num_parts: int
 ) -> WritePlan | None:
-    """Plan with the largest pieces that fit both pools; None where they do not go together."""
+    """Plan with the largest segments that fit both pools; None where they do not go together."""
     if (sender.num_rows, sender.head_bytes) != (receiver.num_rows, receiver.head_bytes):
         return None
     if sender.num_rows % num_parts:
@@ -119,7 +119,7 @@ def plan_write(
             heads.start - sender.heads.start, heads.start - receiver.heads.start,
         )  # fmt: skip
         stride = shared * sender.head_bytes
-    local, remote = sender.pieces(heads, stride), receiver.pieces(heads, stride)
+    local, remote = sender.segments(heads, stride), receiver.segments(heads, stride)
     if local is None or remote is None:
         return None
     return WritePlan(
@@ -128,17 +128,17 @@ def plan_write(
     )  # fmt: skip
 
 
-def part_of(pieces: tuple[int, ...], part: int, num_parts: int) -> tuple[int, ...]:
-    """The pieces of one part of the rows."""
-    share = len(pieces) // num_parts
-    return pieces[part * share : (part + 1) * share]
+def part_of(segments: tuple[int, ...], part: int, num_parts: int) -> tuple[int, ...]:
+    """The segments of one part of the rows."""
+    share = len(segments) // num_parts
+    return segments[part * share : (part + 1) * share]
 
 
-def piece_ids(block_ids: tuple[int, ...], pieces: tuple[int, ...], per_block: int) -> list[int]:
-    """Those pieces of each block, in order, numbered through the whole pool."""
-    if len(pieces) == per_block == 1:
+def segment_ids(block_ids: tuple[int, ...], segments: tuple[int, ...], per_block: int) -> list[int]:
+    """Those segments of each block, in order, numbered through the whole pool."""
+    if len(segments) == per_block == 1:
         return list(block_ids)
-    return [block * per_block + piece for block in block_ids for piece in pieces]
+    return [block * per_block + segment for block in block_ids for segment in segments]
 
 
 def sources_of_rank(

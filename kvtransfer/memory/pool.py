@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.memory.alias import MemoryAlias, map_alias
-from kvtransfer.memory.segments import Bytes, PieceSize
+from kvtransfer.memory.segments import Bytes, SegmentSize
 from mesh.shared_mapping import SharedMapping
 
 MAX_BLOCKS = 1 << 24
@@ -76,9 +76,9 @@ class BlockMemory:
         return np.frombuffer(self.buffer, np.uint8)
 
     @property
-    def whole(self) -> PieceSize:
-        """A whole block as a piece."""
-        return PieceSize(self.block_bytes, self.block_bytes)
+    def whole(self) -> SegmentSize:
+        """A whole block as a segment."""
+        return SegmentSize(self.block_bytes, self.block_bytes)
 
     @property
     def is_host(self) -> bool:

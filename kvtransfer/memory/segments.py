@@ -1,11 +1,11 @@
-"""Equal pieces of a pool: what one write moves, from a list of them to a list of them.
+"""Equal segments of a pool: what one write moves, from a list of them to a list of them.
 
-A pool is cut every ``stride`` bytes, and of each cut the first ``num_bytes`` belong to a piece:
+A pool is cut every ``stride`` bytes, and of each cut the first ``num_bytes`` belong to a segment:
 
-    stride    |-------|-------|-------|-------|      piece 2 starts at 2 * stride
+    stride    |-------|-------|-------|-------|      segment 2 starts at 2 * stride
     num_bytes |====   |====   |====   |====   |
 
-A whole block is the piece of stride and length ``block_bytes``; a group of layers or a
+A whole block is the segment of stride and length ``block_bytes``; a group of layers or a
 tensor-parallel slice of a block is a smaller one, compressed KV a shorter one.
 """
 
@@ -23,30 +23,30 @@ import xxhash
 Bytes = npt.NDArray[np.uint8]
 
 SMALL_BYTES = 32 << 10
-"""Below this, a call per piece costs more than numpy's copy through a temporary."""
+"""Below this, a call per segment costs more than numpy's copy through a temporary."""
 
 
 @dataclass(frozen=True, slots=True)
-class PieceSize:
+class SegmentSize:
     """How both pools are cut."""
 
     stride: int
     num_bytes: int
 
     def fits(self, block_bytes: int) -> bool:
-        """Whether pieces of this size divide blocks of that one."""
+        """Whether segments of this size divide blocks of that one."""
         return 0 < self.num_bytes <= self.stride <= block_bytes and block_bytes % self.stride == 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether neighbouring pieces touch each other."""
+        """Whether neighbouring segments touch each other."""
         return self.num_bytes == self.stride
 
 
-def spans(ids: Sequence[int], size: PieceSize) -> Iterator[tuple[int, int]]:
-    """(offset, length) of the pieces in order, neighbours that follow each other as one."""
+def spans(ids: Sequence[int], size: SegmentSize) -> Iterator[tuple[int, int]]:
+    """(offset, length) of the segments in order, neighbours that follow each other as one."""
     if not size.is_whole:
-        yield from ((piece * size.stride, size.num_bytes) for piece in ids)
+        yield from ((segment * size.stride, size.num_bytes) for segment in ids)
         return
     position = 0
     while position < len(ids):
@@ -57,11 +57,11 @@ def spans(ids: Sequence[int], size: PieceSize) -> Iterator[tuple[int, int]]:
         yield first * size.stride, (position - start) * size.stride
 
 
-def copy_pieces(
+def copy_segments(
     source: Bytes, source_ids: Sequence[int], target: Bytes, target_ids: Sequence[int],
-    size: PieceSize,
+    size: SegmentSize,
 ) -> None:  # fmt: skip
-    """Copy piece ``source_ids[i]`` of one pool to ``target_ids[i]`` of another, ids checked."""
+    """Copy segment ``source_ids[i]`` of one pool to ``target_ids[i]`` of another, ids checked."""
     if size.num_bytes < SMALL_BYTES:
         as_rows(target, size)[np.asarray(target_ids)] = as_rows(source, size)[
             np.asarray(source_ids)
@@ -73,25 +73,25 @@ def copy_pieces(
         np.copyto(target[to : to + size.num_bytes], source[start : start + size.num_bytes])
 
 
-def digest_pieces(pool: Bytes, ids: Sequence[int], size: PieceSize) -> list[int]:
-    """xxh3-64 of every piece."""
+def digest_segments(pool: Bytes, ids: Sequence[int], size: SegmentSize) -> list[int]:
+    """xxh3-64 of every segment."""
     digests = []
-    for piece in ids:
-        start = piece * size.stride
+    for segment in ids:
+        start = segment * size.stride
         digests.append(xxhash.xxh3_64_intdigest(pool[start : start + size.num_bytes].data))
     return digests
 
 
 def digest_blocks(
-    pool: Bytes, ids: Sequence[int], size: PieceSize, pieces_per_block: int
+    pool: Bytes, ids: Sequence[int], size: SegmentSize, segments_per_block: int
 ) -> list[int]:
-    """xxh3-64 of every block's share of the pieces, in the order given."""
-    if pieces_per_block == 1:
-        return digest_pieces(pool, ids, size)
+    """xxh3-64 of every block's share of the segments, in the order given."""
+    if segments_per_block == 1:
+        return digest_segments(pool, ids, size)
     rows, indices = as_rows(pool, size), np.asarray(ids)
     return [
-        xxhash.xxh3_64_intdigest(rows[indices[start : start + pieces_per_block]].data)
-        for start in range(0, len(ids), pieces_per_block)
+        xxhash.xxh3_64_intdigest(rows[indices[start : start + segments_per_block]].data)
+        for start in range(0, len(ids), segments_per_block)
     ]
 
 
@@ -100,7 +100,7 @@ def combine_digests(digests: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests))
 
 
-def as_rows(pool: Bytes, size: PieceSize) -> npt.NDArray[Any]:
-    """The pool as [num_pieces, num_bytes]."""
+def as_rows(pool: Bytes, size: SegmentSize) -> npt.NDArray[Any]:
+    """The pool as [num_segments, num_bytes]."""
     whole = pool[: len(pool) // size.stride * size.stride]
     return whole.reshape(-1, size.stride)[:, : size.num_bytes]

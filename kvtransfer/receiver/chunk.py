@@ -9,12 +9,12 @@ Of these blocks the chunk holds one part (a run of rows), of these rows the gran
 
 from __future__ import annotations
 
-from kvtransfer.memory.compression import ENCODINGS, decode_pieces, encoded_size
-from kvtransfer.memory.layout import MAX_PARTS, BlockLayout, part_of, piece_ids
+from kvtransfer.memory.compression import ENCODINGS, decode_segments, encoded_size
+from kvtransfer.memory.layout import MAX_PARTS, BlockLayout, part_of, segment_ids
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize, combine_digests, digest_blocks
+from kvtransfer.memory.segments import SegmentSize, combine_digests, digest_blocks
 from kvtransfer.receiver.state import Incoming
-from kvtransfer.transports.base import MAX_CHUNK_PIECES, MAX_HEADER_BYTES
+from kvtransfer.transports.base import MAX_CHUNK_SEGMENTS, MAX_HEADER_BYTES
 from mesh import codec
 from mesh.errors import ProtocolError
 from mesh.messages import ChunkHeader
@@ -44,7 +44,7 @@ def accept_chunk(
     layout: BlockLayout,
     epoch: int,
 ) -> str | None:
-    """Check an arrived chunk and count it; compressed pieces are expanded in place.
+    """Check an arrived chunk and count it; compressed segments are expanded in place.
 
     Reads the blocks, unless their ``digests`` are known, so it is called once per chunk.
 
@@ -54,28 +54,28 @@ def accept_chunk(
     fault = _header_fault(header, incoming, epoch)
     if fault is not None:
         return fault
-    pieces = layout.pieces(incoming.heads or layout.heads, header.stride)
-    if pieces is None or len(pieces) % header.num_parts:
+    segments = layout.segments(incoming.heads or layout.heads, header.stride)
+    if segments is None or len(segments) % header.num_parts:
         return "bad_pieces"
-    size: PieceSize | None = PieceSize(header.stride, header.stride)
+    size: SegmentSize | None = SegmentSize(header.stride, header.stride)
     if header.encoding:
         size = encoded_size(header.stride, layout.element)
-    ours = part_of(pieces, header.part, header.num_parts)
-    num_pieces = header.num_blocks * len(ours)
-    if size is None or num_pieces > MAX_CHUNK_PIECES:
+    ours = part_of(segments, header.part, header.num_parts)
+    num_segments = header.num_blocks * len(ours)
+    if size is None or num_segments > MAX_CHUNK_SEGMENTS:
         return "bad_pieces"
-    if header.num_bytes != num_pieces * size.num_bytes:
+    if header.num_bytes != num_segments * size.num_bytes:
         return "bad_length"
     start = header.first_index - incoming.first_index
     block_ids = incoming.block_ids[start : start + header.num_blocks]
-    ids = piece_ids(block_ids, ours, layout.block_bytes // header.stride)
+    ids = segment_ids(block_ids, ours, layout.block_bytes // header.stride)
     if memory.is_host:
         if digests is None or len(digests) != header.num_blocks:
             digests = digest_blocks(memory.array, ids, size, len(ours))
         if header.checksum != combine_digests(digests):
             return "checksum_mismatch"
     if header.encoding:
-        decode_pieces(memory.array, ids, header.stride, layout.element)
+        decode_segments(memory.array, ids, header.stride, layout.element)
     incoming.mark_arrived(header.seq, start, header.num_blocks, header.part)
     return None
 

@@ -178,7 +178,7 @@ class TransferReceiver:
         self._outbox.drop(sender_id)
         self._take_arrivals()
         self._fence(sender_id, code, reason=reason)
-        self._transport.part(sender_id)
+        self._transport.say_goodbye(sender_id)
 
     def poll(self) -> list[ReceiverEvent]:
         """Progress everything; every ~1 ms while ``num_open`` > 0, rarely otherwise."""
@@ -219,12 +219,12 @@ class TransferReceiver:
             fingerprint=self._fingerprint, epoch=self.epoch, lease_s=self._lease_s,
             transport=self._transport.name_for(peer_id), address=address,
         )  # fmt: skip
-        self._transport.permit(peer_id, incoming.block_ids)
+        self._transport.grant_writes(peer_id, incoming.block_ids)
         if self._send(peer_id, grant):
             incoming.move(ReceiveTrigger.GRANT_SENT)
             incoming.lease = Lease.start(self._lease_s, self._clock())
         else:
-            self._transport.forbid(peer_id, incoming.block_ids)
+            self._transport.revoke_writes(peer_id, incoming.block_ids)
 
     # ------------------------------------------------------------------ data
 
@@ -372,7 +372,7 @@ class TransferReceiver:
         self._events.append(BlocksReleased(incoming.transfer_id, incoming.block_ids))
 
     def _forget(self, incoming: Incoming) -> None:
-        self._transport.forbid(incoming.sender.worker_id, incoming.block_ids)
+        self._transport.revoke_writes(incoming.sender.worker_id, incoming.block_ids)
         del self._incoming[incoming.transfer_id]
 
     # ------------------------------------------------------------------ timers

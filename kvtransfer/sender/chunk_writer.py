@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from kvtransfer.errors import PeerLost, TransportError
 from kvtransfer.lease import Clock
-from kvtransfer.memory.compression import encode_pieces, encoded_size
-from kvtransfer.memory.layout import BlockLayout, part_of, piece_ids
-from kvtransfer.memory.segments import PieceSize, combine_digests, digest_blocks
+from kvtransfer.memory.compression import encode_segments, encoded_size
+from kvtransfer.memory.layout import BlockLayout, part_of, segment_ids
+from kvtransfer.memory.segments import SegmentSize, combine_digests, digest_blocks
 from kvtransfer.memory.staging import StagingBlocks
 from kvtransfer.sender.state import InFlight, Outgoing
-from kvtransfer.transports.base import MAX_CHUNK_PIECES, Connection, Transport
+from kvtransfer.transports.base import MAX_CHUNK_SEGMENTS, Connection, Transport
 from mesh import codec
 from mesh.messages import ChunkHeader
 
@@ -141,20 +141,20 @@ class ChunkWriter:
         outgoing.time.resume(self._clock())
         if route.connection is None:
             route.connection = self._transport.connect(route.receiver_id, route.address)
-        pieces_per_block = len(plan.local) // plan.num_parts
+        segments_per_block = len(plan.local) // plan.num_parts
         most = min(
-            route.connection.chunk_bytes // (pieces_per_block * plan.stride),
-            MAX_CHUNK_PIECES // pieces_per_block,
+            route.connection.chunk_bytes // (segments_per_block * plan.stride),
+            MAX_CHUNK_SEGMENTS // segments_per_block,
         )
         run = outgoing.take_run(max(1, most))
         part, first_index = run[0].part, run[0].index
         blocks = tuple(entry.block_id for entry in run)
         start = first_index - grant.first_index
-        remote_ids = piece_ids(
+        remote_ids = segment_ids(
             grant.block_ids[start : start + len(blocks)],
             part_of(plan.remote, part, plan.num_parts), plan.remote_per_block,
         )  # fmt: skip
-        local_ids = piece_ids(
+        local_ids = segment_ids(
             blocks, part_of(plan.local, part, plan.num_parts), plan.local_per_block
         )
         encoding, size = "", plan.size
@@ -199,21 +199,21 @@ class ChunkWriter:
         return num_bytes
 
     def _digests(
-        self, local_ids: list[int], size: PieceSize, pieces_per_block: int
+        self, local_ids: list[int], size: SegmentSize, segments_per_block: int
     ) -> list[int | None]:
         """Of what is written, where that is not what was submitted; none of device memory."""
         memory = self._transport.memory
         if not memory.is_host:
             return []
-        return [*digest_blocks(memory.array, local_ids, size, pieces_per_block)]
+        return [*digest_blocks(memory.array, local_ids, size, segments_per_block)]
 
     def _compress(
-        self, encoding: str, local_ids: list[int], size: PieceSize
-    ) -> tuple[str, PieceSize, list[int], tuple[int, ...]]:
-        """Compressed copies of the pieces; the pieces themselves where there is no room for them.
+        self, encoding: str, local_ids: list[int], size: SegmentSize
+    ) -> tuple[str, SegmentSize, list[int], tuple[int, ...]]:
+        """Compressed copies of the segments; where there is no room for them, the segments.
 
         Returns:
-            Encoding and size of the pieces to write, their ids, the staging blocks they lie in.
+            Encoding and size of the segments to write, their ids, the staging blocks they lie in.
         """
         as_it_is = "", size, local_ids, ()
         per_block = self._layout.block_bytes // size.stride
@@ -221,9 +221,9 @@ class ChunkWriter:
         staged = self._staging.take(-(-len(local_ids) // per_block)) if smaller else ()
         if smaller is None or not staged:
             return as_it_is
-        places = piece_ids(staged, tuple(range(per_block)), per_block)[: len(local_ids)]
+        places = segment_ids(staged, tuple(range(per_block)), per_block)[: len(local_ids)]
         pool = self._transport.memory.array
-        if not encode_pieces(pool, local_ids, size.stride, self._layout.element, places):
+        if not encode_segments(pool, local_ids, size.stride, self._layout.element, places):
             self._staging.give_back(staged)
             return as_it_is
         return encoding, smaller, places, staged

@@ -9,20 +9,20 @@ from mesh.messages import PrefillDone, TransferNack
 MAX_TOMBSTONES = 4096
 
 
-class Tombstones:
+class ClosedTransfers:
     """Bounded; the oldest goes first. A forgotten transfer is answered as unknown."""
 
     def __init__(self, capacity: int = MAX_TOMBSTONES) -> None:
         self._capacity = capacity
-        self._words: OrderedDict[str, TransferNack | PrefillDone] = OrderedDict()
+        self._final_replies: OrderedDict[str, TransferNack | PrefillDone] = OrderedDict()
 
     def add(self, transfer_id: str, last_word: TransferNack | PrefillDone) -> None:
         """Remember the final message of a transfer."""
-        self._words[transfer_id] = last_word
-        self._words.move_to_end(transfer_id)
-        while len(self._words) > self._capacity:
-            self._words.popitem(last=False)
+        self._final_replies[transfer_id] = last_word
+        self._final_replies.move_to_end(transfer_id)
+        while len(self._final_replies) > self._capacity:
+            self._final_replies.popitem(last=False)
 
     def get(self, transfer_id: str) -> TransferNack | PrefillDone | None:
         """The final message, if still remembered."""
-        return self._words.get(transfer_id)
+        return self._final_replies.get(transfer_id)

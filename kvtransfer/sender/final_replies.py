@@ -12,7 +12,7 @@ from kvtransfer.sender.state import Outgoing, SendState
 from mesh.messages import PrefillDone, TransferNack
 
 
-class LastWords:
+class FinalReplies:
     """Posts them, and has them remembered for whoever asks later."""
 
     def __init__(self, outbox: Outbox, not_open: NotOpen, epoch: int, clock: Clock) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.outbox import Outbox
-from kvtransfer.sender.closed_transfers import Tombstones
+from kvtransfer.sender.closed_transfers import ClosedTransfers
 from kvtransfer.sender.held_grants import HeldGrants
 from mesh.messages import Grant, PrefillDone, TransferNack
 
@@ -16,7 +16,7 @@ class NotOpen:
         self._epoch = epoch
         self._outbox = outbox
         self._held = HeldGrants(hold_s)
-        self._tombstones = Tombstones()
+        self._tombstones = ClosedTransfers()
 
     def __len__(self) -> int:
         """Grants that wait for their request."""

@@ -13,12 +13,12 @@ from kvtransfer.errors import WRITE_ABORTED, PeerLost, Unreachable
 from kvtransfer.events import SenderEvent
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer, send_renewals
 from kvtransfer.memory.layout import BlockLayout
-from kvtransfer.memory.segments import PieceSize, digest_pieces
+from kvtransfer.memory.segments import SegmentSize, digest_segments
 from kvtransfer.memory.staging import StagingBlocks
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.sender.backlog import Backlog
 from kvtransfer.sender.chunk_writer import ChunkWriter
-from kvtransfer.sender.final_replies import LastWords
+from kvtransfer.sender.final_replies import FinalReplies
 from kvtransfer.sender.grant import grant_fault, plan_grant
 from kvtransfer.sender.not_open import NotOpen
 from kvtransfer.sender.state import Outgoing, SendState, SendTrigger
@@ -84,7 +84,7 @@ class TransferSender:
         self._outbox = Outbox(send, clock, lease_s)
         self._renewal = RenewalTimer(lease_s)
         self._not_open = NotOpen(self._outbox, epoch, lease_s / 2)
-        self._words = LastWords(self._outbox, self._not_open, epoch, clock)
+        self._final_replies = FinalReplies(self._outbox, self._not_open, epoch, clock)
         self._outgoing: dict[str, Outgoing] = {}
         self._events: list[SenderEvent] = []
         self._backlog = Backlog()
@@ -234,7 +234,7 @@ class TransferSender:
             self._not_open.on_grant(receiver_id, grant, fault, self._clock())
         elif outgoing.receiver_id != receiver_id:
             text = "granted by another worker"
-            self._words.refuse(receiver_id, transfer_id, "wrong_receiver", text)
+            self._final_replies.refuse(receiver_id, transfer_id, "wrong_receiver", text)
         elif outgoing.grant is not None:
             if outgoing.grant != grant:
                 self._fail(outgoing, "duplicate_grant", "a second, different grant")
@@ -313,13 +313,13 @@ class TransferSender:
     def _advance(self, outgoing: Outgoing) -> None:
         """Take the endings that need no outside event: done, drained."""
         if outgoing.in_flight:
-            self._words.announce(outgoing)
+            self._final_replies.announce(outgoing)
             return
         if outgoing.state is SendState.DRAINING:
             self._close(outgoing, SendTrigger.DRAINED)
         elif outgoing.done is not None and outgoing.done.finished:
             if outgoing.state in (SendState.EXPECTED, SendState.WRITING):
-                self._words.say_done(outgoing, outgoing.done)
+                self._final_replies.say_done(outgoing, outgoing.done)
                 self._close(outgoing, SendTrigger.NOTHING_TO_SEND)
         elif outgoing.done is not None and outgoing.state is SendState.WRITING:
             assert outgoing.grant is not None
@@ -330,7 +330,7 @@ class TransferSender:
                 self._close(outgoing, SendTrigger.DRAINED)
                 return
             if not outgoing.is_acked:
-                self._words.say_done(outgoing, outgoing.done)
+                self._final_replies.say_done(outgoing, outgoing.done)
             outgoing.move(SendTrigger.ALL_WRITTEN)
         if outgoing.state is SendState.AWAIT_ACK and outgoing.is_acked:
             self._close(outgoing, SendTrigger.ACK)
@@ -365,7 +365,7 @@ class TransferSender:
     def _close(self, outgoing: Outgoing, trigger: SendTrigger) -> None:
         outgoing.move(trigger)
         del self._outgoing[outgoing.transfer_id]
-        self._events.append(self._words.close(outgoing))
+        self._events.append(self._final_replies.close(outgoing))
 
     # ------------------------------------------------------------------ timers
 
@@ -395,8 +395,8 @@ class TransferSender:
         if not memory.is_host:
             return None
         part_bytes = memory.block_bytes // self._num_parts
-        piece = block_id * self._num_parts + part
-        return digest_pieces(memory.array, (piece,), PieceSize(part_bytes, part_bytes))[0]
+        segment = block_id * self._num_parts + part
+        return digest_segments(memory.array, (segment,), SegmentSize(part_bytes, part_bytes))[0]
 
     def _find(self, receiver_id: str, transfer_id: str) -> Outgoing | None:
         outgoing = self._outgoing.get(transfer_id)

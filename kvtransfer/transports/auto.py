@@ -83,7 +83,7 @@ class AutoTransport(Transport):
         in_use = None if known is None else known.in_use
         self._peers[peer_id] = _Peer(tuple(transports), is_same_host, in_use=in_use)
 
-    def part(self, peer_id: str) -> None:
+    def say_goodbye(self, peer_id: str) -> None:
         peer = self._peers.get(peer_id)
         if peer is not None and peer.in_use is None:
             del self._peers[peer_id]
@@ -117,15 +117,15 @@ class AutoTransport(Transport):
         peer.in_use = transport
         return address
 
-    def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
+    def grant_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
         transport = self._peers[peer_id].in_use
         assert transport is not None
-        transport.permit(peer_id, block_ids)
+        transport.grant_writes(peer_id, block_ids)
 
-    def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:
+    def revoke_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
         peer = self._peers.get(peer_id)
         if peer is not None and peer.in_use is not None:
-            peer.in_use.forbid(peer_id, block_ids)
+            peer.in_use.revoke_writes(peer_id, block_ids)
 
     def poll_arrivals(self) -> list[Arrival]:
         arrivals: list[Arrival] = []

@@ -5,9 +5,9 @@ endpoint per sender peer, so that one peer can be fenced without hurting the oth
 one Connection per endpoint address that a peer granted.
 
     receiver: open_endpoint(peer) → address        sender: connect(address) → Connection
-              permit(peer, blocks)                         connection.write(…) → Write
+              grant_writes(peer, blocks)                         connection.write(…) → Write
               poll_arrivals() → [Arrival]                  write.poll() → done?
-              forbid(peer, blocks)                         connection.close()
+              revoke_writes(peer, blocks)                         connection.close()
               fence(peer)
 """
 
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 
 MAX_HEADER_BYTES = 4096
-MAX_CHUNK_PIECES = 1 << 16
+MAX_CHUNK_SEGMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Arrival:
     header: bytes
     """As the sender gave it; not validated."""
     digests: list[int] | None = None
-    """xxh3-64 of every written piece, where the transport had it computed beside its work."""
+    """xxh3-64 of every written segment, where the transport had it computed beside its work."""
 
 
 class Write(ABC):
@@ -55,9 +55,9 @@ class Connection(ABC):
 
     @abstractmethod
     def write(
-        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: SegmentSize
     ) -> Write:
-        """Start writing local piece ``local_ids[i]`` to remote piece ``remote_ids[i]``.
+        """Start writing local segment ``local_ids[i]`` to remote segment ``remote_ids[i]``.
 
         The ids were validated by the caller. May complete within the call (shared memory does).
 
@@ -97,7 +97,7 @@ class Transport(ABC):
         """Whether an endpoint can be opened for this sender already."""
         return True
 
-    def part(self, peer_id: str) -> None:  # noqa: B027
+    def say_goodbye(self, peer_id: str) -> None:  # noqa: B027
         """The link is down: what was said at the meeting holds no more."""
 
     def avoid(self, peer_id: str) -> None:  # noqa: B027
@@ -120,12 +120,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
+    def grant_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
         """Blocks this peer may write from now on; one-sided transports can't enforce it."""
 
     @abstractmethod
-    def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:
-        """End ``permit``. Not a fence: a write on its way still lands on one-sided transports."""
+    def revoke_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
+        """End ``grant_writes``. No fence: one-sided writes on their way still land."""
 
     @abstractmethod
     def poll_arrivals(self) -> list[Arrival]:

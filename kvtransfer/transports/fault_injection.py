@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvtransfer.errors import PeerLost, Unreachable
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 from kvtransfer.outbox import Send
 from kvtransfer.transports.base import Arrival, Connection, Transport, Write
 from mesh import codec
@@ -107,7 +107,7 @@ class _FaultyConnection(Connection):
         self.chunk_bytes = inner.chunk_bytes
 
     def write(
-        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: SegmentSize
     ) -> Write:
         kind = self._faults.pick("break", "late write", "wrong checksum")
         if kind == "break":
@@ -136,7 +136,7 @@ class FaultyTransport(Transport):
         self._late: list[tuple[int, Arrival]] = []
         # Nothing goes wrong in these, or it would be somebody else's fault.
         self.meet = inner.meet  # type: ignore[method-assign]
-        self.part = inner.part  # type: ignore[method-assign]
+        self.say_goodbye = inner.say_goodbye  # type: ignore[method-assign]
         self.has_met = inner.has_met  # type: ignore[method-assign]
         self.avoid = inner.avoid  # type: ignore[method-assign]
         self.name_for = inner.name_for  # type: ignore[method-assign]
@@ -151,11 +151,11 @@ class FaultyTransport(Transport):
     def open_endpoint(self, peer_id: str) -> bytes:
         return self._inner.open_endpoint(peer_id)
 
-    def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
-        self._inner.permit(peer_id, block_ids)
+    def grant_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
+        self._inner.grant_writes(peer_id, block_ids)
 
-    def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:
-        self._inner.forbid(peer_id, block_ids)
+    def revoke_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
+        self._inner.revoke_writes(peer_id, block_ids)
 
     def poll_arrivals(self) -> list[Arrival]:
         waiting, self._late = self._late, []

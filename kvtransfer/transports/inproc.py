@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from kvtransfer.errors import BadAddress, PeerLost, TransportError
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize, copy_pieces
+from kvtransfer.memory.segments import SegmentSize, copy_segments
 from kvtransfer.transports.address import pack_address, unpack_address
 from kvtransfer.transports.base import MAX_HEADER_BYTES, Arrival, Connection, Transport, Write
-from kvtransfer.transports.write_grants import Permits
+from kvtransfer.transports.write_grants import WriteGrants
 
 NAME = "inproc"
 
@@ -25,7 +25,7 @@ class InprocEndpoint:
     def __init__(self, peer_id: str, memory: BlockMemory) -> None:
         self.peer_id = peer_id
         self.memory = memory
-        self.permits = Permits(memory.block_bytes)
+        self.write_grants = WriteGrants(memory.block_bytes)
         self.arrivals: deque[Arrival] = deque()
         self.is_open = True
 
@@ -53,7 +53,7 @@ class InprocWrite(Write):
         local_ids: Sequence[int],
         remote_ids: Sequence[int],
         header: bytes,
-        size: PieceSize,
+        size: SegmentSize,
     ) -> None:
         self._connection = connection
         self._local_ids = list(local_ids)
@@ -68,9 +68,9 @@ class InprocWrite(Write):
         endpoint = self._connection.endpoint
         if self._connection.is_closed or not endpoint.is_open:
             raise PeerLost("the endpoint is gone")
-        if not endpoint.permits.take(self._remote_ids, self._size):
-            raise PeerLost("a piece is not under a grant")
-        copy_pieces(
+        if not endpoint.write_grants.take(self._remote_ids, self._size):
+            raise PeerLost("a segment is not under a grant")
+        copy_segments(
             self._connection.memory.array, self._local_ids,
             endpoint.memory.array, self._remote_ids, self._size,
         )  # fmt: skip
@@ -88,7 +88,7 @@ class InprocConnection(Connection):
         self.is_closed = False
 
     def write(
-        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: SegmentSize
     ) -> Write:
         if self.is_closed or not self.endpoint.is_open:
             raise PeerLost("the endpoint is gone")
@@ -117,12 +117,12 @@ class InprocTransport(Transport):
         name, _ = self._endpoints[peer_id]
         return pack_address(NAME, self.memory, 0, name.encode())
 
-    def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
-        self._endpoints[peer_id][1].permits.permit(block_ids)
+    def grant_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
+        self._endpoints[peer_id][1].write_grants.grant_writes(block_ids)
 
-    def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:
+    def revoke_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
         if peer_id in self._endpoints:
-            self._endpoints[peer_id][1].permits.forbid(block_ids)
+            self._endpoints[peer_id][1].write_grants.revoke_writes(block_ids)
 
     def poll_arrivals(self) -> list[Arrival]:
         arrivals: list[Arrival] = []

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 from kvtransfer.transports.base import Connection, Write
 from mesh import codec
 from mesh.messages import ChunkHeader, Grant, LeaseRenew
@@ -25,7 +25,7 @@ class TamperingConnection(Connection):
         self.tamper = tamper
 
     def write(
-        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: SegmentSize
     ) -> Write:
         decoded = codec.decode(header)
         assert isinstance(decoded, ChunkHeader)

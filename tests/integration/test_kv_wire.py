@@ -11,7 +11,7 @@ import torch
 from engine.backends.cpu.backend import CpuBackend
 from engine.batch import BatchInputs
 from engine.engine import Engine
-from kvtransfer.memory.compression import decode_pieces, encode_pieces
+from kvtransfer.memory.compression import decode_segments, encode_segments
 from mesh.config import KVDtype, Weights, WorkerConfig
 from tests.integration.prompts import BLOCK_SIZE
 
@@ -58,8 +58,8 @@ def test_perplexity_on_kv_that_was_sent_compressed(
         if compressed:
             staging = range(num_blocks, num_blocks + num_sent)
             element = _ELEMENTS[kv_dtype]
-            assert encode_pieces(pool, range(num_sent), block_bytes, element, staging)
-            decode_pieces(pool, staging, block_bytes, element)
+            assert encode_segments(pool, range(num_sent), block_bytes, element, staging)
+            decode_segments(pool, staging, block_bytes, element)
             whole = pool.reshape(-1, block_bytes)
             whole[:num_sent] = whole[list(staging)]
         logits = forward(engine, text_ids, half)

@@ -21,9 +21,9 @@ from kvtransfer.memory.pool import BlockMemory
 from kvtransfer.transports.base import Arrival, Transport
 from kvtransfer.transports.socket.dial import SocketConnection
 from kvtransfer.transports.socket.frame import TOKEN_BYTES
-from kvtransfer.transports.socket.receive_connection import Endpoint, Frame, Inlet
+from kvtransfer.transports.socket.receive_connection import Endpoint, Frame, ReceiveConnection
 
-MAX_INLETS = 1024
+MAX_ACCEPTED = 1024
 MAX_POLL_BYTES = 32 << 20
 """Received per poll, so that the control loop gets its turn."""
 
@@ -38,7 +38,7 @@ _SELECTORS_WITH_FILE = tuple(
 class SocketTransport(Transport):
     """Host memory only."""
 
-    inlet_type: type[Inlet]
+    accepted_type: type[ReceiveConnection]
 
     def __init__(self, memory: BlockMemory, listener: socket.socket) -> None:
         self.memory = memory
@@ -47,7 +47,7 @@ class SocketTransport(Transport):
         self._selector = selectors.DefaultSelector()
         self._connecting = selectors.DefaultSelector()
         """Of the connections this side dialed."""
-        self._num_inlets = 0
+        self._num_accepted = 0
         self._checking: deque[Frame] = deque()
         """Read whole; their digests may be still to come."""
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="kv-check")
@@ -67,15 +67,15 @@ class SocketTransport(Transport):
     def _address(self, token: bytes) -> bytes:
         """What a sender with this token dials."""
 
-    def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
-        self._endpoints[peer_id].permits.permit(block_ids)
+    def grant_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
+        self._endpoints[peer_id].write_grants.grant_writes(block_ids)
 
-    def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:
+    def revoke_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
         endpoint = self._endpoints.get(peer_id)
         if endpoint is not None:
-            endpoint.permits.forbid(block_ids)
-            for inlet in [i for i in endpoint.inlets if i.is_writing(block_ids)]:
-                self._drop(inlet)
+            endpoint.write_grants.revoke_writes(block_ids)
+            for connection in [i for i in endpoint.connections if i.is_writing(block_ids)]:
+                self._drop(connection)
 
     def poll_arrivals(self) -> list[Arrival]:
         frames: list[Frame] = []
@@ -84,10 +84,10 @@ class SocketTransport(Transport):
             if key.data is None:
                 self._accept()
             elif budget > 0:
-                inlet: Inlet = key.data
-                budget -= inlet.receive(frames, budget)
-                if inlet.is_closed:
-                    self._drop(inlet)
+                connection: ReceiveConnection = key.data
+                budget -= connection.receive(frames, budget)
+                if connection.is_closed:
+                    self._drop(connection)
         self._checking.extend(frames)
         arrivals: list[Arrival] = []
         while self._checking:
@@ -116,8 +116,8 @@ class SocketTransport(Transport):
         endpoint = self._endpoints.pop(peer_id, None)
         self._checking = deque(frame for frame in self._checking if frame.peer_id != peer_id)
         if endpoint is not None:
-            for inlet in list(endpoint.inlets):
-                self._drop(inlet)
+            for connection in list(endpoint.connections):
+                self._drop(connection)
         return True
 
     def close(self) -> None:
@@ -142,12 +142,12 @@ class SocketTransport(Transport):
             accepted, _ = self._listener.accept()
         except OSError:
             return  # the dialer gave up meanwhile
-        if self._num_inlets >= MAX_INLETS or not self._is_welcome(accepted):
+        if self._num_accepted >= MAX_ACCEPTED or not self._is_welcome(accepted):
             accepted.close()
             return
-        inlet = self.inlet_type(accepted, self.memory, self._find_endpoint, self._helper)
-        self._num_inlets += 1
-        self._selector.register(accepted, selectors.EVENT_READ, inlet)
+        connection = self.accepted_type(accepted, self.memory, self._find_endpoint, self._helper)
+        self._num_accepted += 1
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
 
     def _is_welcome(self, accepted: socket.socket) -> bool:
         """Whether this dialer may speak at all."""
@@ -159,10 +159,10 @@ class SocketTransport(Transport):
                 return endpoint
         return None
 
-    def _drop(self, inlet: Inlet) -> None:
-        self._selector.unregister(inlet.socket)
-        inlet.close()
-        self._num_inlets -= 1
+    def _drop(self, connection: ReceiveConnection) -> None:
+        self._selector.unregister(connection.socket)
+        connection.close()
+        self._num_accepted -= 1
 
 
 def selector_fileno(selector: selectors.BaseSelector) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvtransfer.errors import PeerLost, TransportError, Unreachable
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 from kvtransfer.transports.base import MAX_HEADER_BYTES, Connection, Write
 from kvtransfer.transports.socket.frame import RECEIPT
 
@@ -72,7 +72,7 @@ class SocketConnection(Connection):
         selector.register(self._socket, self._events, self)
 
     def write(
-        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: SegmentSize
     ) -> Write:
         if self.is_closed:
             raise PeerLost("the connection is closed")
@@ -89,7 +89,7 @@ class SocketConnection(Connection):
         local_ids: Sequence[int],
         remote_ids: Sequence[int],
         header: bytes,
-        size: PieceSize,
+        size: SegmentSize,
     ) -> None:
         """Append one frame's bytes."""
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize
-from kvtransfer.transports.base import MAX_CHUNK_PIECES, MAX_HEADER_BYTES
+from kvtransfer.memory.segments import SegmentSize
+from kvtransfer.transports.base import MAX_CHUNK_SEGMENTS, MAX_HEADER_BYTES
 from kvtransfer.transports.socket.frame import (
     FRAME_VERSION,
     GREETING,
@@ -22,7 +22,7 @@ from kvtransfer.transports.socket.frame import (
     RECEIPT,
     unpack_ids,
 )
-from kvtransfer.transports.write_grants import Permits
+from kvtransfer.transports.write_grants import WriteGrants
 from mesh.transitions import TransitionTable
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _MAX_IOVECS = 64
 
 
 Digests = Future[list[int]] | list[int] | None
-"""xxh3-64 of a frame's pieces: to come, there, or left to the receiver."""
+"""xxh3-64 of a frame's segments: to come, there, or left to the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Endpoint:
     def __init__(self, peer_id: str, token: bytes, block_bytes: int) -> None:
         self.peer_id = peer_id
         self.token = token
-        self.permits = Permits(block_bytes)
-        self.inlets: set[Inlet] = set()
+        self.write_grants = WriteGrants(block_bytes)
+        self.connections: set[ReceiveConnection] = set()
 
 
 class _Part(Enum):
@@ -78,11 +78,11 @@ class Refused(Exception):
     """The dialer broke the frame format or wrote outside its grants."""
 
 
-class Inlet(ABC):
+class ReceiveConnection(ABC):
     """Reads one connection part by part, each part into exactly its own memory."""
 
     num_id_lists: int
-    """Lists of piece ids in a frame's head."""
+    """Lists of segment ids in a frame's head."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Inlet(ABC):
         self._whole = memoryview(bytearray(GREETING.size))
         self._targets: deque[memoryview] = deque([self._whole])
         """What of the current part has not been read yet."""
-        self._num_pieces = 0
-        self._size = PieceSize(1, 1)
+        self._num_segments = 0
+        self._size = SegmentSize(1, 1)
         self._header = b""
         self._ids: tuple[int, ...] = ()
         self._num_frames = 0
@@ -136,27 +136,27 @@ class Inlet(ABC):
         if self._part is not _Part.BODY:
             return False
         stride, block_bytes = self._size.stride, self._memory.block_bytes
-        return not {piece * stride // block_bytes for piece in self._ids}.isdisjoint(block_ids)
+        return not {segment * stride // block_bytes for segment in self._ids}.isdisjoint(block_ids)
 
     def close(self) -> None:
         """Close the socket: not one more byte reaches the pool through it."""
         self.is_closed = True
         self.socket.close()
         if self._endpoint is not None:
-            self._endpoint.inlets.discard(self)
+            self._endpoint.connections.discard(self)
 
-    def _body(self, ids: tuple[int, ...], size: PieceSize) -> deque[memoryview]:
+    def _body(self, ids: tuple[int, ...], size: SegmentSize) -> deque[memoryview]:
         """Where the frame's body is read to; the head's ids were checked. Default: it has none."""
         return deque()
 
     @abstractmethod
     def _take_in(
-        self, ids: tuple[int, ...], sources: tuple[int, ...], size: PieceSize
+        self, ids: tuple[int, ...], sources: tuple[int, ...], size: SegmentSize
     ) -> tuple[int, Digests]:
         """The frame is read whole: see that its bytes are in the pool.
 
         Returns:
-            Bytes moved here, and the pieces' digests, now or later.
+            Bytes moved here, and the segments' digests, now or later.
 
         Raises:
             Refused: they can't be had.
@@ -201,29 +201,29 @@ class Inlet(ABC):
         self._endpoint = self._find_endpoint(token)
         if self._endpoint is None:
             raise Refused("unknown or fenced endpoint")
-        self._endpoint.inlets.add(self)
+        self._endpoint.connections.add(self)
         self._expect(PREFIX.size)
 
     def _on_prefix(self) -> None:
-        header_len, self._num_pieces, stride, num_bytes = PREFIX.unpack(self._whole)
-        if header_len > MAX_HEADER_BYTES or not 0 < self._num_pieces <= MAX_CHUNK_PIECES:
+        header_len, self._num_segments, stride, num_bytes = PREFIX.unpack(self._whole)
+        if header_len > MAX_HEADER_BYTES or not 0 < self._num_segments <= MAX_CHUNK_SEGMENTS:
             raise Refused("a frame's sizes are out of range")
-        self._size = PieceSize(stride, num_bytes)
-        self._expect(header_len + 4 * self._num_pieces * self.num_id_lists)
+        self._size = SegmentSize(stride, num_bytes)
+        self._expect(header_len + 4 * self._num_segments * self.num_id_lists)
 
     def _on_head(self) -> None:
         assert self._endpoint is not None
-        split = len(self._whole) - 4 * self._num_pieces * self.num_id_lists
+        split = len(self._whole) - 4 * self._num_segments * self.num_id_lists
         self._header = bytes(self._whole[:split])
-        self._ids = unpack_ids(self._whole[split : split + 4 * self._num_pieces])
-        if not self._endpoint.permits.take(self._ids, self._size):
-            raise Refused("a piece is not under a grant of this peer, or was written before")
+        self._ids = unpack_ids(self._whole[split : split + 4 * self._num_segments])
+        if not self._endpoint.write_grants.take(self._ids, self._size):
+            raise Refused("a segment is not under a grant of this peer, or was written before")
         self._part = _PARTS.next(self._part, _Read.WHOLE)
         self._targets = self._body(self._ids, self._size)
 
     def _on_frame(self, frames: list[Frame]) -> int:
         assert self._endpoint is not None
-        sources = unpack_ids(self._whole[len(self._whole) - 4 * self._num_pieces :])
+        sources = unpack_ids(self._whole[len(self._whole) - 4 * self._num_segments :])
         moved, digests = self._take_in(self._ids, sources, self._size)
         frames.append(Frame(self._endpoint.peer_id, self._header, digests))
         self._num_frames += 1

@@ -1,7 +1,7 @@
 """The data plane between workers of one host: the receiver copies out of the sender's pool.
 
 The sender hands its pool over as a file (memfd) through a Unix socket; the receiver maps it
-read-only and, for every frame, copies the named pieces into its own. So a write costs one memcpy,
+read-only and, for every frame, copies the named segments into its own. So a write costs one memcpy,
 and it is the receiver that makes it: a sender that is frozen, dead or fenced can't touch anything.
 A sender that frees blocks it had offered (it closes the connection first) makes the receiver's
 check of the chunk fail, and its PrefillDone never comes.
@@ -26,7 +26,13 @@ import numpy as np
 
 from kvtransfer.errors import BadAddress, PeerLost, TransportError, Unreachable
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import SMALL_BYTES, Bytes, PieceSize, copy_pieces, digest_pieces
+from kvtransfer.memory.segments import (
+    SMALL_BYTES,
+    Bytes,
+    SegmentSize,
+    copy_segments,
+    digest_segments,
+)
 from kvtransfer.transports.address import pack_address, unpack_address
 from kvtransfer.transports.base import Connection
 from kvtransfer.transports.socket.base import SocketTransport
@@ -38,7 +44,7 @@ from kvtransfer.transports.socket.frame import (
     TOKEN_BYTES,
     pack_frame_head,
 )
-from kvtransfer.transports.socket.receive_connection import Digests, Inlet, Refused
+from kvtransfer.transports.socket.receive_connection import Digests, ReceiveConnection, Refused
 from mesh.shared_mapping import is_sealed
 
 NAME = "shm"
@@ -72,8 +78,8 @@ class ShmEndpointName(msgspec.Struct, frozen=True, array_like=True):
     token: bytes
 
 
-class ShmInlet(Inlet):
-    """Copies the named pieces out of the sender's pool, which came with the greeting."""
+class ShmReceiveConnection(ReceiveConnection):
+    """Copies the named segments out of the sender's pool, which came with the greeting."""
 
     num_id_lists = 2
     _pool: Bytes | None = None
@@ -114,16 +120,16 @@ class ShmInlet(Inlet):
         self._pool = np.frombuffer(self._mapping, np.uint8)
 
     def _take_in(
-        self, ids: tuple[int, ...], sources: tuple[int, ...], size: PieceSize
+        self, ids: tuple[int, ...], sources: tuple[int, ...], size: SegmentSize
     ) -> tuple[int, Digests]:
-        """Copy on two cores, and check each piece while it is in the cache."""
+        """Copy on two cores, and check each segment while it is in the cache."""
         assert self._pool is not None
         if (max(sources) + 1) * size.stride > len(self._pool):
-            raise Refused("a source piece is outside the sender's pool")
+            raise Refused("a source segment is outside the sender's pool")
         num_bytes = len(ids) * size.num_bytes
         target = self._memory.array
         if size.num_bytes < SMALL_BYTES:
-            copy_pieces(self._pool, sources, target, ids, size)
+            copy_segments(self._pool, sources, target, ids, size)
             return num_bytes, None
         half = len(ids) // 2 if num_bytes >= _SHARED_BYTES else 0
         other = None
@@ -138,7 +144,7 @@ class ShmInlet(Inlet):
 
 
 class ShmConnection(SocketConnection):
-    """Tells which pieces to take; the receiver takes them."""
+    """Tells which segments to take; the receiver takes them."""
 
     chunk_bytes = 16 << 20
     """About 1 ms of copying on two cores; smaller ones lose a tenth of it to waking the second."""
@@ -171,7 +177,7 @@ class ShmConnection(SocketConnection):
         local_ids: Sequence[int],
         remote_ids: Sequence[int],
         header: bytes,
-        size: PieceSize,
+        size: SegmentSize,
     ) -> None:
         outgoing.append(memoryview(pack_frame_head(header, size, remote_ids, local_ids)))
 
@@ -180,7 +186,7 @@ class ShmTransport(SocketTransport):
     """See the module. Linux and host memory only."""
 
     name = NAME
-    inlet_type = ShmInlet
+    accepted_type = ShmReceiveConnection
 
     def __init__(self, memory: BlockMemory) -> None:
         """Listen on a socket without a file.
@@ -221,10 +227,10 @@ def _is_own_user(connected: socket.socket) -> bool:
 
 def _copy_and_digest(
     source: Bytes, source_ids: Sequence[int], target: Bytes, target_ids: Sequence[int],
-    size: PieceSize,
+    size: SegmentSize,
 ) -> list[int]:  # fmt: skip
     digests: list[int] = []
     for from_id, to_id in zip(source_ids, target_ids, strict=True):
-        copy_pieces(source, (from_id,), target, (to_id,), size)
-        digests += digest_pieces(target, (to_id,), size)
+        copy_segments(source, (from_id,), target, (to_id,), size)
+        digests += digest_segments(target, (to_id,), size)
     return digests

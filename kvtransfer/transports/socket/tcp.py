@@ -14,7 +14,7 @@ import msgspec
 
 from kvtransfer.errors import BadAddress, TransportError, Unreachable
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import SMALL_BYTES, PieceSize, digest_pieces, spans
+from kvtransfer.memory.segments import SMALL_BYTES, SegmentSize, digest_segments, spans
 from kvtransfer.transports.address import pack_address, unpack_address
 from kvtransfer.transports.base import Connection
 from kvtransfer.transports.socket.base import SocketTransport
@@ -26,7 +26,7 @@ from kvtransfer.transports.socket.frame import (
     TOKEN_BYTES,
     pack_frame_head,
 )
-from kvtransfer.transports.socket.receive_connection import Digests, Inlet
+from kvtransfer.transports.socket.receive_connection import Digests, ReceiveConnection
 
 NAME = "tcp"
 _BACKLOG = 128
@@ -40,26 +40,26 @@ class TcpEndpointName(msgspec.Struct, frozen=True, array_like=True):
     token: bytes
 
 
-class TcpInlet(Inlet):
-    """Reads a frame's bytes into the granted pieces."""
+class TcpReceiveConnection(ReceiveConnection):
+    """Reads a frame's bytes into the granted segments."""
 
     num_id_lists = 1
 
-    def _body(self, ids: tuple[int, ...], size: PieceSize) -> deque[memoryview]:
+    def _body(self, ids: tuple[int, ...], size: SegmentSize) -> deque[memoryview]:
         pool = self._memory.buffer
         return deque(pool[start : start + length] for start, length in spans(ids, size))
 
     def _take_in(
-        self, ids: tuple[int, ...], sources: tuple[int, ...], size: PieceSize
+        self, ids: tuple[int, ...], sources: tuple[int, ...], size: SegmentSize
     ) -> tuple[int, Digests]:
         """The bytes are in place; they are checked while the next frame is read."""
         if size.num_bytes < SMALL_BYTES:
             return 0, None
-        return 0, self._helper.submit(digest_pieces, self._memory.array, ids, size)
+        return 0, self._helper.submit(digest_segments, self._memory.array, ids, size)
 
 
 class TcpConnection(SocketConnection):
-    """Sends the pieces' bytes from where they lie."""
+    """Sends the segments' bytes from where they lie."""
 
     chunk_bytes = 4 << 20
     """The receiver checks one chunk while it reads the next one."""
@@ -88,7 +88,7 @@ class TcpConnection(SocketConnection):
         local_ids: Sequence[int],
         remote_ids: Sequence[int],
         header: bytes,
-        size: PieceSize,
+        size: SegmentSize,
     ) -> None:
         outgoing.append(memoryview(pack_frame_head(header, size, remote_ids)))
         pool = self._memory.buffer
@@ -99,7 +99,7 @@ class TcpTransport(SocketTransport):
     """See the module."""
 
     name = NAME
-    inlet_type = TcpInlet
+    accepted_type = TcpReceiveConnection
 
     def __init__(
         self, memory: BlockMemory, *, host: str = "127.0.0.1", advertise_host: str = ""

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtransfer.errors import BadAddress, PeerLost, Unreachable
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 from kvtransfer.transports.address import PoolAddress
 from kvtransfer.transports.base import Connection, Write
 from kvtransfer.transports.ucx.agent import NixlAgent, memory_kind
@@ -46,8 +46,8 @@ class NixlConnection(Connection):
         self._has_reached = False
         self._memory = memory
         self._to = to
-        self._lists: dict[PieceSize, tuple[Any, Any]] = {}
-        """Prepared descriptor lists over both pools, by the size of their pieces."""
+        self._lists: dict[SegmentSize, tuple[Any, Any]] = {}
+        """Prepared descriptor lists over both pools, by the size of their segments."""
         self.is_closed = False
         nixl_agent, fault = agent.handle, ""
         try:
@@ -61,7 +61,7 @@ class NixlConnection(Connection):
             raise BadAddress(f"the peer's NIXL agent is not usable: {fault}")
 
     def write(
-        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: SegmentSize
     ) -> Write:
         if self.is_closed:
             raise PeerLost("the connection is closed")
@@ -83,8 +83,8 @@ class NixlConnection(Connection):
         write.is_done = self._settle(write, is_new=True)
         return write
 
-    def _prepare(self, size: PieceSize) -> tuple[Any, Any]:
-        """Descriptor lists of all pieces of both pools; costs microseconds, strided ones do."""
+    def _prepare(self, size: SegmentSize) -> tuple[Any, Any]:
+        """Descriptor lists of all segments of both pools; costs microseconds, strided ones do."""
         memory, to, handle = self._memory, self._to, self._agent.handle
         lists = []
         for owner, base, num_bytes, device_id, is_host in (

@@ -63,11 +63,11 @@ class NixlTransport(Transport):
             endpoint = self._endpoints[peer_id] = self._make_endpoint()
         return endpoint.address
 
-    def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
+    def grant_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
         """Nothing to do: a one-sided write is not checked by its target."""
 
-    def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:
-        """Nothing to do, see ``permit``."""
+    def revoke_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
+        """Nothing to do, see ``grant_writes``."""
 
     def poll_arrivals(self) -> list[Arrival]:
         arrivals: list[Arrival] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.errors import PeerLost
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 from kvtransfer.transports.address import pack_address, unpack_address
 from kvtransfer.transports.base import Arrival, Connection, Transport, Write
 
@@ -30,7 +30,7 @@ class SimulatedWrite(Write):
     endpoint: SimulatedEndpoint
     pairs: list[tuple[bytes, int]]
     header: bytes
-    size: PieceSize
+    size: SegmentSize
     is_done: bool = False
     is_aborted: bool = False
 
@@ -70,7 +70,7 @@ class SimulatedConnection(Connection):
         self._is_closed = False
 
     def write(
-        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: PieceSize
+        self, local_ids: Sequence[int], remote_ids: Sequence[int], header: bytes, size: SegmentSize
     ) -> Write:
         if self._is_closed or not self._endpoint.is_open:
             raise PeerLost("gone")
@@ -111,10 +111,10 @@ class SimulatedTransport(Transport):
             self.network.endpoints.append(SimulatedEndpoint(peer_id, self))
         return pack_address(NAME, self.memory, 0, str(self._mine[peer_id]).encode())
 
-    def permit(self, peer_id: str, block_ids: Sequence[int]) -> None:
+    def grant_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
         pass
 
-    def forbid(self, peer_id: str, block_ids: Sequence[int]) -> None:
+    def revoke_writes(self, peer_id: str, block_ids: Sequence[int]) -> None:
         pass
 
     def poll_arrivals(self) -> list[Arrival]:

@@ -68,10 +68,10 @@ def test_an_endpoint_that_does_not_reach_is_replaced_by_another_kind(auto: AutoT
     auto.avoid("p")
     assert auto.fence("p")
     assert transport_of(auto.open_endpoint("p")) == "tcp"
-    auto.part("p")
+    auto.say_goodbye("p")
     assert auto.has_met("p"), "its endpoint is still open"
     auto.fence("p")
-    auto.part("p")
+    auto.say_goodbye("p")
     assert not auto.has_met("p")
 
 

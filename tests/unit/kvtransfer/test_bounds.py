@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtransfer.lease import MAX_LEASE_S, MIN_LEASE_S, Lease, RenewalTimer
 from kvtransfer.outbox import Outbox
-from kvtransfer.sender.closed_transfers import Tombstones
+from kvtransfer.sender.closed_transfers import ClosedTransfers
 from kvtransfer.sender.held_grants import HeldGrants
 from mesh.messages import Grant, TransferAck, TransferMessage, TransferNack
 
@@ -36,7 +36,7 @@ def test_held_grants() -> None:
 
 
 def test_tombstones() -> None:
-    stones = Tombstones(capacity=2)
+    stones = ClosedTransfers(capacity=2)
     words = [TransferNack(transfer_id=f"t{i}", code="c", message="") for i in range(3)]
     for word in words:
         stones.add(word.transfer_id, word)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtransfer.memory.compression import GROUP, decode_pieces, encode_pieces, encoded_size
+from kvtransfer.memory.compression import GROUP, decode_segments, encode_segments, encoded_size
 
 STRIDE = GROUP * 4 * 3
 
@@ -33,9 +33,9 @@ def test_round_trip_against_float64() -> None:
     pool[3, :GROUP] = 0
     before = pool.copy()
     flat = pool.view(np.uint8).reshape(-1)
-    assert encode_pieces(flat, [0, 1, 2, 3], STRIDE, "float32", [4, 5, 6, 7])
+    assert encode_segments(flat, [0, 1, 2, 3], STRIDE, "float32", [4, 5, 6, 7])
     assert (pool[:4] == before[:4]).all()
-    decode_pieces(flat, [4, 5, 6, 7], STRIDE, "float32")
+    decode_segments(flat, [4, 5, 6, 7], STRIDE, "float32")
     groups = before[:4].astype(np.float64).reshape(-1, GROUP)
     steps = np.abs(groups).max(axis=1, keepdims=True) / 127
     error = np.abs(pool[4:].astype(np.float64).reshape(-1, GROUP) - groups)
@@ -47,4 +47,4 @@ def test_round_trip_against_float64() -> None:
 def test_values_that_are_not_finite_are_not_compressed(value: float) -> None:
     pool = np.ones((2, STRIDE // 4), np.float32)
     pool[0, 5] = value
-    assert not encode_pieces(pool.view(np.uint8).reshape(-1), [0], STRIDE, "float32", [1])
+    assert not encode_segments(pool.view(np.uint8).reshape(-1), [0], STRIDE, "float32", [1])

@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 from kvtransfer.transports.address import pack_address, unpack_address
 from kvtransfer.transports.socket.frame import (
     FRAME_VERSION,
@@ -127,7 +127,7 @@ def test_golden_frame() -> None:
     assert GREETING.pack(MAGIC, FRAME_VERSION, b"t" * 16).hex() == "50444b5602000000" + "74" * 16
     ids = "01000000" + "02010000"
     head = "04000000" + "02000000" + "0018000000000000" + "000c000000000000" + "68656164" + ids
-    size = PieceSize(6144, 3072)
+    size = SegmentSize(6144, 3072)
     assert pack_frame_head(b"head", size, [1, 258]).hex() == head
     assert pack_frame_head(b"head", size, [1, 258], [7, 8]).hex() == head + "0700000008000000"
     assert RECEIPT.pack(3).hex() == "0300000000000000"

@@ -12,11 +12,11 @@ from kvtransfer.memory.layout import (
     Heads,
     heads_of_rank,
     part_of,
-    piece_ids,
     plan_write,
+    segment_ids,
     sources_of_rank,
 )
-from kvtransfer.memory.segments import copy_pieces, digest_blocks
+from kvtransfer.memory.segments import copy_segments, digest_blocks
 
 RANKS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])
 
@@ -52,7 +52,7 @@ def test_each_head_of_each_rank_has_one_source(
     num_parts=st.sampled_from([1, 2, 3, 6]),
     seed=st.integers(0, 1 << 16),
 )
-def test_planned_pieces_are_the_shared_heads(
+def test_planned_segments_are_the_shared_heads(
     sender: tuple[int, int], receiver: tuple[int, int], num_parts: int, seed: int
 ) -> None:
     layouts = [
@@ -70,9 +70,11 @@ def test_planned_pieces_are_the_shared_heads(
     target = np.zeros((4, 6, receiver[1], 5), np.uint8)
     blocks, to_blocks = (2, 0), (1, 3)
     for part in rng.permutation(num_parts).tolist():
-        local = piece_ids(blocks, part_of(plan.local, part, num_parts), plan.local_per_block)
-        remote = piece_ids(to_blocks, part_of(plan.remote, part, num_parts), plan.remote_per_block)
-        copy_pieces(source.reshape(-1), local, target.reshape(-1), remote, plan.size)
+        local = segment_ids(blocks, part_of(plan.local, part, num_parts), plan.local_per_block)
+        remote = segment_ids(
+            to_blocks, part_of(plan.remote, part, num_parts), plan.remote_per_block
+        )
+        copy_segments(source.reshape(-1), local, target.reshape(-1), remote, plan.size)
         rows = slice(part * 6 // num_parts, (part + 1) * 6 // num_parts)
         expected = source[list(blocks)][:, rows, heads.start - sender[0] : heads.stop - sender[0]]
         at = slice(heads.start - receiver[0], heads.stop - receiver[0])
@@ -96,5 +98,5 @@ def test_pools_that_do_not_go_together() -> None:
         assert plan_write(one, other, Heads(start=0, stop=1), 1) is None
     assert plan_write(one, one, Heads(start=0, stop=2), 4) is None
     assert plan_write(one, one, Heads(start=0, stop=3), 1) is None
-    assert one.pieces(Heads(start=0, stop=1), 3) is None
-    assert one.pieces(Heads(start=0, stop=2), 0) is None
+    assert one.segments(Heads(start=0, stop=1), 3) is None
+    assert one.segments(Heads(start=0, stop=2), 0) is None

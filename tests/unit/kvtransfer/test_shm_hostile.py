@@ -13,7 +13,7 @@ import pytest
 
 from kvtransfer.errors import TransportError
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 from kvtransfer.transports.address import unpack_address
 from kvtransfer.transports.base import Arrival
 from kvtransfer.transports.socket.frame import FRAME_VERSION, GREETING, MAGIC, pack_frame_head
@@ -22,7 +22,7 @@ from mesh.shared_mapping import SharedMapping
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 PAGE = os.sysconf("SC_PAGE_SIZE")
-WHOLE = PieceSize(PAGE, PAGE)
+WHOLE = SegmentSize(PAGE, PAGE)
 
 
 class Target:
@@ -34,7 +34,7 @@ class Target:
         address = self.transport.open_endpoint("p")
         endpoint = unpack_address(address, transport="shm").endpoint
         self.name = msgspec.msgpack.decode(endpoint, type=ShmEndpointName)
-        self.transport.permit("p", [1, 2])
+        self.transport.grant_writes("p", [1, 2])
         self.greeting = GREETING.pack(MAGIC, FRAME_VERSION, self.name.token)
         self.arrivals: list[Arrival] = []
 

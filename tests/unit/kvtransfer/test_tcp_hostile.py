@@ -12,14 +12,14 @@ import pytest
 
 from kvtransfer.errors import BadAddress, PeerLost
 from kvtransfer.memory.pool import BlockMemory
-from kvtransfer.memory.segments import PieceSize
+from kvtransfer.memory.segments import SegmentSize
 from kvtransfer.transports.address import pack_address, unpack_address
 from kvtransfer.transports.base import Arrival
 from kvtransfer.transports.socket.frame import FRAME_VERSION, GREETING, MAGIC, pack_frame_head
 from kvtransfer.transports.socket.tcp import TcpEndpointName, TcpTransport
 
 BLOCK = b"evil" * 4
-WHOLE = PieceSize(16, 16)
+WHOLE = SegmentSize(16, 16)
 
 
 class Target:
@@ -32,7 +32,7 @@ class Target:
         self.address = address
         endpoint = unpack_address(address, transport="tcp").endpoint
         self.name = msgspec.msgpack.decode(endpoint, type=TcpEndpointName)
-        self.transport.permit("p", [1, 2])
+        self.transport.grant_writes("p", [1, 2])
         self.greeting = GREETING.pack(MAGIC, FRAME_VERSION, self.name.token)
         self.arrivals: list[Arrival] = []
 
@@ -114,7 +114,7 @@ def test_withdrawn_midway(target: Target, how: str) -> None:
         if how == "fence":
             target.transport.fence("p")
         else:
-            target.transport.forbid("p", [2])
+            target.transport.revoke_writes("p", [2])
         assert target.is_hung_up_on(dialer)
     assert bytes(target.memory.block(2)) == bytes(16)
 
