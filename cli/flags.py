@@ -121,7 +121,7 @@ _ENGINE_FLAGS = (
         str,
         "NAME",
         "data plane of KV blocks; auto: the best that a pair has",
-        TRANSPORTS[:-1],
+        TRANSPORTS,
     ),
     _Flag(
         "kv_layer_groups",

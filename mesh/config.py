@@ -21,7 +21,7 @@ LogFormat = Literal["text", "json"]
 Weights = Literal["auto", "fp32", "bf16", "fp16", "int8", "w8a8", "int4"]
 KVDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 ToolCallParserName = Literal["auto", "hermes", "llama3", "mistral"]
-TransportName = Literal["auto", "shm", "ucx", "tcp", "inproc"]
+TransportName = Literal["auto", "shm", "ucx", "tcp"]
 KVWire = Literal["", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -31,7 +31,7 @@ LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 WEIGHTS: tuple[Weights, ...] = ("auto", "fp32", "bf16", "fp16", "int8", "w8a8", "int4")
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "fp32", "bf16", "fp16", "int8")
 TOOL_CALL_PARSERS: tuple[ToolCallParserName, ...] = ("auto", "hermes", "llama3", "mistral")
-TRANSPORTS: tuple[TransportName, ...] = ("auto", "shm", "ucx", "tcp", "inproc")
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "shm", "ucx", "tcp")
 KV_WIRES: tuple[KVWire, ...] = ("", "int8")
 DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
 
@@ -146,8 +146,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     """Longest sequence in tokens; 0: the model's own limit."""
     transport: TransportName = "auto"
-    """Data plane for KV blocks; auto: the best that both workers of a pair have. ``inproc`` is for
-    tests inside one process."""
+    """Data plane for KV blocks; auto: the best that both workers of a pair have."""
     kv_layer_groups: int = 1
     """Parts of the layers in which KV leaves a prefill worker while a chunk is computed; it must
     divide the model's layers."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from kvtransfer.memory.pool import BlockMemory
 from kvtransfer.transports.auto import AutoTransport
 from kvtransfer.transports.base import Transport
-from kvtransfer.transports.inproc import InprocFabric, InprocTransport
 from kvtransfer.transports.socket.shm import ShmTransport
 from kvtransfer.transports.socket.tcp import TcpTransport
 from kvtransfer.transports.ucx.transport import NixlTransport
 from mesh.errors import ConfigError
 
-TRANSPORT_NAMES = ("auto", "shm", "ucx", "tcp", "inproc")
+TRANSPORT_NAMES = ("auto", "shm", "ucx", "tcp")
 
 
 def make_transport(
@@ -22,21 +21,19 @@ def make_transport(
     *,
     host: str = "127.0.0.1",
     advertise_host: str = "",
-    fabric: InprocFabric | None = None,
 ) -> Transport:
     """A transport over ``memory``; the caller closes it after the sender or receiver that uses it.
 
     Args:
-        name: ``auto`` (by pair), ``shm``, ``ucx`` (NIXL), ``tcp`` or ``inproc``.
+        name: ``auto`` (by pair), ``shm``, ``ucx`` (NIXL) or ``tcp``.
         memory: The KV pool; must outlive the transport.
         worker_id: For the names of NIXL agents.
         epoch: Likewise: names must differ between starts.
         host: Where ``tcp`` listens.
         advertise_host: What ``tcp`` tells senders to dial; default ``host``.
-        fabric: For ``inproc``: shared by the transports of one process.
 
     Raises:
-        ConfigError: an unknown name, or ``inproc`` without a fabric.
+        ConfigError: an unknown name.
         TransportError: NIXL is not installed or refused.
     """
     if name == "auto":
@@ -49,8 +46,4 @@ def make_transport(
         return NixlTransport(memory, worker_id=worker_id, epoch=epoch)
     if name == "tcp":
         return TcpTransport(memory, host=host, advertise_host=advertise_host)
-    if name == "inproc":
-        if fabric is None:
-            raise ConfigError("transport: inproc works only between workers of one process")
-        return InprocTransport(memory, fabric=fabric)
     raise ConfigError(f"transport: {name!r} is not one of {', '.join(TRANSPORT_NAMES)}")

@@ -18,7 +18,7 @@ from kvtransfer.receiver.receiver import TransferReceiver
 from kvtransfer.sender.sender import TransferSender
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.factory import make_transport
-from kvtransfer.transports.inproc import InprocFabric
+from kvtransfer.transports.inproc import InprocFabric, InprocTransport
 from mesh import codec
 from mesh.messages import AnyMessage, PeerRef
 
@@ -187,8 +187,10 @@ class Cluster:
     ) -> Node:
         block_bytes = BLOCK_BYTES if layout is None else layout.block_bytes
         memory = BlockMemory.allocate(NUM_BLOCKS + num_staging, block_bytes)
-        transport = make_transport(
-            self.transport_name, memory, worker_id, epoch, fabric=self.fabric
+        transport = (
+            InprocTransport(memory, fabric=self.fabric)
+            if self.transport_name == "inproc"
+            else make_transport(self.transport_name, memory, worker_id, epoch)
         )
         node = Node(worker_id, epoch, memory, transport)
         self.nodes[worker_id] = node

@@ -22,7 +22,7 @@ from kvtransfer.sender.sender import TransferSender
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.factory import make_transport
 from kvtransfer.transports.fault_injection import Faults, FaultySend, FaultyTransport
-from kvtransfer.transports.inproc import InprocFabric
+from kvtransfer.transports.inproc import InprocFabric, InprocTransport
 from mesh.errors import TransferFailed
 from mesh.messages import (
     DecodeRequest,
@@ -69,7 +69,9 @@ class WorkerPair:
             "clock": lambda: self.now_s,
         }
         transports: list[Transport] = [
-            make_transport(transport, _memory(engine), name, 1, fabric=fabric)
+            InprocTransport(_memory(engine), fabric=fabric)
+            if transport == "inproc"
+            else make_transport(transport, _memory(engine), name, 1)
             for name, engine in (("p", prefill), ("d", decode))
         ]
         sends: list[Send] = [_appending(self.to_d), _appending(self.to_p)]
