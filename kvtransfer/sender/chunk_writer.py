@@ -12,7 +12,12 @@ from kvtransfer.errors import PeerLost, TransportError
 from kvtransfer.lease import Clock
 from kvtransfer.memory.compression import encode_segments, encoded_size
 from kvtransfer.memory.layout import BlockLayout, part_of, segment_ids
-from kvtransfer.memory.segments import SegmentSize, combine_digests, digest_blocks
+from kvtransfer.memory.segments import (
+    SegmentSize,
+    combine_digests,
+    digest_blocks,
+    digest_segments,
+)
 from kvtransfer.memory.staging import StagingBlocks
 from kvtransfer.sender.state import InFlight, Outgoing
 from kvtransfer.transports.base import MAX_CHUNK_SEGMENTS, Connection, Transport
@@ -197,6 +202,15 @@ class ChunkWriter:
             outgoing.in_flight.append(InFlight(write, num_bytes, staged))
             route.num_bytes_in_flight += num_bytes
         return num_bytes
+
+    def digest(self, num_parts: int, block_id: int, part: int) -> int | None:
+        """Of a part of a block: now, behind the prefill, rather than when the receiver waits."""
+        memory = self._transport.memory
+        if not memory.is_host:
+            return None
+        part_bytes = memory.block_bytes // num_parts
+        segment = block_id * num_parts + part
+        return digest_segments(memory.array, (segment,), SegmentSize(part_bytes, part_bytes))[0]
 
     def _digests(
         self, local_ids: list[int], size: SegmentSize, segments_per_block: int

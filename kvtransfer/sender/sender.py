@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from kvtransfer.errors import WRITE_ABORTED, PeerLost, Unreachable
 from kvtransfer.events import SenderEvent
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer, send_renewals
 from kvtransfer.memory.layout import BlockLayout
-from kvtransfer.memory.segments import SegmentSize, digest_segments
 from kvtransfer.memory.staging import StagingBlocks
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.sender.backlog import Backlog
@@ -134,7 +134,8 @@ class TransferSender:
         if outgoing is None or outgoing.state is SendState.DRAINING:
             return
         parts = range(self._num_parts) if part is None else (part,)
-        outgoing.submit(first_index, block_ids, parts, self._digest)
+        digest = partial(self._writer.digest, self._num_parts)
+        outgoing.submit(first_index, block_ids, parts, digest)
         self._match_grant(outgoing)
 
     def finish(self, transfer_id: str, *, first_token_id: int, finished: bool) -> None:
@@ -388,15 +389,6 @@ class TransferSender:
         elif outgoing.state is SendState.DRAINING and outgoing.in_flight:
             # A frozen receiver never takes the write; only tearing the connection down ends it.
             self._drop_peer(outgoing.receiver_id, "peer_lost", "a write did not end in time")
-
-    def _digest(self, block_id: int, part: int) -> int | None:
-        """Now, behind the prefill, rather than when the receiver waits."""
-        memory = self._transport.memory
-        if not memory.is_host:
-            return None
-        part_bytes = memory.block_bytes // self._num_parts
-        segment = block_id * self._num_parts + part
-        return digest_segments(memory.array, (segment,), SegmentSize(part_bytes, part_bytes))[0]
 
     def _find(self, receiver_id: str, transfer_id: str) -> Outgoing | None:
         outgoing = self._outgoing.get(transfer_id)
