@@ -146,7 +146,10 @@ _ENGINE_FLAGS = (
     _Flag("lease_s", float, "SECONDS", "how long a transfer lives without a sign of life"),
     _Flag("profile_dir", str, "FOLDER", "where /debug/profile leaves traces (default: nowhere)"),
     _Flag(
-        "inject_faults", float, "SHARE", "drill: this share of KV transfer steps fails on purpose"
+        "inject_faults",
+        float,
+        "SHARE",
+        "fault injection: this share of KV transfer steps fails on purpose",
     ),
 )
 _WORKER_FLAGS = (

@@ -50,7 +50,7 @@ class DataPlane:
     staging: StagingBlocks
     offer: DataPlaneOffer
     faults: Faults | None
-    """Set for a drill (``inject_faults``)."""
+    """Set to inject faults (``inject_faults``)."""
 
     def wrap(self, send: Send) -> Send:
         """What a sender or receiver should send with."""

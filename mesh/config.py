@@ -163,7 +163,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 10.0
     """Seconds that running work may take to end after SIGTERM; 0: none."""
     inject_faults: float = 0.0
-    """Drill: the share of KV writes and transfer messages that go wrong on purpose."""
+    """Fault injection: the share of KV writes and transfer messages that go wrong on purpose."""
     log_level: LogLevel = "info"
     """Least severe log records written."""
     log_format: LogFormat = "text"

@@ -1,7 +1,7 @@
 """The decode worker's side: grants blocks, verifies what arrives, quarantines the rest.
 
 Sans-I/O apart from the transport it is given: single-threaded, no sleeping, every time from the
-injected clock. The states are in ``receiver_state``.
+injected clock. The states are in ``state``.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class TransferReceiver:
         Args:
             sender_id: Who it is.
             transports: What it writes over.
-            host_id: Its ``shm_transport.host_id``.
+            host_id: Its ``transports.socket.shm.host_id``.
         """
         self._transport.meet(sender_id, transports, host_id)
         for incoming in self._of_peer(sender_id):

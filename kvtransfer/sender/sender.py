@@ -1,7 +1,7 @@
 """The prefill worker's side: writes computed blocks into what a decode worker granted.
 
 Sans-I/O apart from the transport it is given: single-threaded, no sleeping, every time from the
-injected clock. The states are in ``sender_state``; ``chunk_writer`` cuts and posts the writes.
+injected clock. The states are in ``state``; ``chunk_writer`` cuts and posts the writes.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Transport(ABC):
     ) -> None:
         """The link to this sender is up; it writes over these transports, from that host.
 
-        Only a transport that chooses needs to know; see ``shm_transport.host_id``.
+        Only a transport that chooses needs to know; see ``transports.socket.shm.host_id``.
         """
 
     def has_met(self, peer_id: str) -> bool:

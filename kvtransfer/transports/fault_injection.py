@@ -1,4 +1,4 @@
-"""Deterministic faults on data plane and control messages, for tests and for drills.
+"""Deterministic faults on data plane and control messages, for tests and for trials.
 
 Everything is drawn from one seeded generator, so a single-threaded run repeats exactly. What is
 wrapped keeps its contract; it only meets more often what can happen to it anyway: writes that break
