@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -191,30 +192,28 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def rms_norm_kernel(num_elements: int) -> Any:
-    """The kernel for so many."""
-    return _rms_norm_serial if num_elements <= SERIAL_ELEMENTS else _rms_norm_parallel
+@dataclass(slots=True, frozen=True)
+class _SizedKernel:
+    """One kernel in two forms."""
+
+    serial: Any
+    parallel: Any
+
+    def of(self, num_elements: int) -> Any:
+        """The form for so many: waking threads costs more than a little arithmetic."""
+        return self.serial if num_elements <= SERIAL_ELEMENTS else self.parallel
 
 
-def add_rms_norm_kernel(num_elements: int) -> Any:
-    """The kernel for so many."""
-    return _add_rms_norm_serial if num_elements <= SERIAL_ELEMENTS else _add_rms_norm_parallel
-
-
-def act_mul_kernel(num_elements: int) -> Any:
-    """The kernel for so many results."""
-    return _act_mul_serial if num_elements <= SERIAL_ELEMENTS else _act_mul_parallel
-
-
-def rope_write_kernel(num_elements: int) -> Any:
-    """The kernel for so many elements of q, k and v."""
-    return _rope_write_serial if num_elements <= SERIAL_ELEMENTS else _rope_write_parallel
+RMS_NORM = _SizedKernel(_rms_norm_serial, _rms_norm_parallel)
+ADD_RMS_NORM = _SizedKernel(_add_rms_norm_serial, _add_rms_norm_parallel)
+ACT_MUL = _SizedKernel(_act_mul_serial, _act_mul_parallel)
+ROPE_WRITE = _SizedKernel(_rope_write_serial, _rope_write_parallel)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """``out[t] = x[t] / rms(x[t]) * weight`` for x, out [T, H] float32."""
     rows, size = x.shape
-    kernel = rms_norm_kernel(rows * size)
+    kernel = RMS_NORM.of(rows * size)
     kernel(address(x), address(weight), rows, size, np.float32(eps), address(out))
 
 
@@ -223,7 +222,7 @@ def add_rms_norm(
 ) -> None:
     """``residual += x`` in place, then ``out = rms_norm(residual)``; all [T, H] float32."""
     rows, size = x.shape
-    kernel = add_rms_norm_kernel(rows * size)
+    kernel = ADD_RMS_NORM.of(rows * size)
     kernel(
         address(x), address(residual), address(weight), rows, size, np.float32(eps), address(out)
     )
@@ -232,7 +231,7 @@ def add_rms_norm(
 def act_mul(gate_up: torch.Tensor, gelu: bool, out: torch.Tensor) -> None:
     """``out = act(gate_up[:, :I]) * gate_up[:, I:]`` for gate_up [T, 2 I]; SiLU or tanh-GELU."""
     rows, size = out.shape
-    kernel = act_mul_kernel(rows * size)
+    kernel = ACT_MUL.of(rows * size)
     kernel(address(gate_up), gelu, rows, size, address(out))
 
 
@@ -242,7 +241,7 @@ def rope_write_kv(
 ) -> None:  # fmt: skip
     """Norm (unless the weights are empty) and rotate q, k of qkv [T, (Hq + 2 Hkv) * D] in place,
     and store k and v in their slots of the KVView's arrays."""
-    kernel = rope_write_kernel(qkv.size)
+    kernel = ROPE_WRITE.of(qkv.size)
     kernel(
         qkv, positions, slots, cos, sin, q_norm, k_norm, eps, keys, values, scales, layer, num_heads
     )

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import torch
 
-from engine.backend import DenseLayer, LayerForm, Linear
+from engine.backend import DenseLayer, LayerForm
 from engine.backends.cpu import elementwise
 from engine.backends.cpu.attention import CpuStep, paged_attention
 from engine.backends.cpu.elementwise import address
@@ -53,15 +53,20 @@ class CpuLayerStack:
         self._layers, self._form, self._view, self._workspace = layers, form, view, workspace
         self._table = np.array([_row(layer) for layer in layers], np.int64)
         first = layers[0]
-        self._products = [x for layer in layers for x in _products(layer)]
-        width, dim = self._products[0].out_features, form.head_dim
+        products = [x for layer in layers for x in _products(layer)]
+        self._product_kernel = products[0].kernel
+        self._scratch_bytes_per_row = max(
+            (x.scratch_bytes_per_row for x in products if isinstance(x, QuantizedLinear)), default=0
+        )
+        width, dim = products[0].out_features, form.head_dim
         self._num_heads = width // dim - 2 * form.num_kv_heads
         self._sizes = (
             len(first.attention_norm), width, self._num_heads * dim,
-            self._products[2].out_features // 2, dim,
+            products[2].out_features // 2, dim,
         )  # fmt: skip
         self._activations = torch.empty(0)
-        self._entries: dict[str, int] = {}
+        self._entries: dict[Any, int] = {}
+        """By kernel."""
 
     def run(
         self,
@@ -109,15 +114,15 @@ class CpuLayerStack:
         )  # fmt: skip
         out = attended.numpy()
         kernels = (
-            entry(elementwise.rms_norm_kernel(rows * size), 0, 0, rows, size, eps, 0),
-            entry(elementwise.add_rms_norm_kernel(rows * size), 0, 0, 0, rows, size, eps, 0),
-            entry(elementwise.act_mul_kernel(rows * gated_width), 0, gelu, rows, gated_width, 0),
+            entry(elementwise.RMS_NORM.of(rows * size), 0, 0, rows, size, eps, 0),
+            entry(elementwise.ADD_RMS_NORM.of(rows * size), 0, 0, 0, rows, size, eps, 0),
+            entry(elementwise.ACT_MUL.of(rows * gated_width), 0, gelu, rows, gated_width, 0),
             entry(
-                elementwise.rope_write_kernel(rows * width),
+                elementwise.ROPE_WRITE.of(rows * width),
                 *of_heads, _NO_NORM, _NO_NORM, qk_eps, *cache, 0, self._num_heads,
             ),
             entry(paged_attention, of_heads[0], *cache, 0, *of_tiles, out),
-            entry(self._products[0].kernel, 0, rows, size, 0, 0, 0, 0, threads),
+            entry(self._product_kernel, 0, rows, size, 0, 0, 0, 0, threads),
         )  # fmt: skip
         buffers = (
             *map(address, (residual, hidden, branch, qkv, attended, gate_up, gated)), scratch,
@@ -140,20 +145,20 @@ class CpuLayerStack:
 
     def _scratch(self, rows: int) -> int:
         """The products' one argument that depends on their kind."""
-        sizes = [x.scratch_bytes_per_row for x in self._products if isinstance(x, QuantizedLinear)]
-        return self._workspace.reserve(rows * max(sizes)) if sizes else blocks_together(rows)
+        if self._scratch_bytes_per_row:
+            return self._workspace.reserve(rows * self._scratch_bytes_per_row)
+        return blocks_together(rows)
 
     def _entry(self, kernel: Any, *arguments: Any) -> int:
         """Where a kernel's code for arguments of these types begins; compiled if it is not yet."""
-        name = kernel.py_func.__qualname__
-        if name not in self._entries:
+        if kernel not in self._entries:
             kinds = _types(*arguments)
             kernel.compile(kinds)
             compiled = kernel.overloads[kinds]
-            self._entries[name] = compiled.library.get_pointer_to_function(
+            self._entries[kernel] = compiled.library.get_pointer_to_function(
                 compiled.fndesc.llvm_func_name
             )
-        return self._entries[name]
+        return self._entries[kernel]
 
 
 def _types(*arguments: Any) -> tuple[Any, ...]:
@@ -165,23 +170,21 @@ def is_plain(layers: Sequence[DenseLayer]) -> bool:
     """Whether every product is of one kind, without columns that only fill its last block."""
     kernels = set()
     for layer in layers:
-        if not all(isinstance(x, CpuLinear) for x in _linears(layer)):
-            return False
         products = _products(layer)
-        if any(x.out_features % LANES for x in products) or any(
-            x.bias is not None for x in products[2:]
+        if (
+            len(products) < 4
+            or any(x.out_features % LANES for x in products)
+            or any(x.bias is not None for x in products[2:])
         ):
             return False
         kernels |= {x.kernel for x in products}
     return len(kernels) == 1
 
 
-def _linears(layer: DenseLayer) -> tuple[Linear, ...]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
-
-
 def _products(layer: DenseLayer) -> list[CpuLinear]:
-    return [x for x in _linears(layer) if isinstance(x, CpuLinear)]
+    """A layer's four, unless something else is in their place."""
+    linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    return [x for x in linears if isinstance(x, CpuLinear)]
 
 
 def _row(layer: DenseLayer) -> list[int]:
