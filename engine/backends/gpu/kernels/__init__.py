@@ -5,11 +5,13 @@ given, a plain torch ``reference`` for the tests, and ``variants()``: what the p
 ``engine.backends.gpu.compile_check``. Kernels run on CPU tensors under TRITON_INTERPRET=1.
 """
 
+import functools
 import importlib
 import pkgutil
 from types import ModuleType
 
 
+@functools.cache
 def modules() -> dict[str, ModuleType]:
     """The kernels' files, imported, by name alone and in the order of it."""
     found = [x.name for x in pkgutil.walk_packages(__path__, f"{__name__}.") if not x.ispkg]
