@@ -8,7 +8,7 @@ from worker.main import MakeControl, run_worker
 
 
 def run(config: WorkerConfig) -> None:
-    """See ``run_worker``."""
+    """Serve until SIGTERM or SIGINT; raises what ``run_worker`` does."""
     run_worker(config, _load_control, "prefill_worker.follower", SendReport)
 
 

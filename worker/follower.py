@@ -36,11 +36,8 @@ from mesh.threads import configure_threads
 from worker.followers.message_pipe import MessagePipe
 from worker.followers.rank_setup import RankReady, RankSetup
 from worker.kv import open_rank
+from worker.poller import Poller
 from worker.start import build_rank
-
-BUSY_POLL_S = 0.001
-"""As of a worker's own loop."""
-IDLE_POLL_S = 0.05
 
 _logger = logging.getLogger(__name__)
 
@@ -111,7 +108,7 @@ class _Follower:
         self._progress = StepProgress()
         self._early: list[Any] = []
         self._side: Side | None = None
-        self._poll_now = asyncio.Event()
+        self._poller = Poller(self._poll)
         self._over: asyncio.Future[None] | None = None
 
     async def run(self, pipe: socket.socket, commands: Any) -> None:
@@ -126,10 +123,10 @@ class _Follower:
         self._pipe: MessagePipe[Any] = MessagePipe(pipe, decoder, self._on_message, on_closed)
 
         def poll_soon() -> None:
-            loop.call_soon_threadsafe(self._poll_now.set)
+            loop.call_soon_threadsafe(self._poller.poll_soon)
 
         self._progress.on_change = poll_soon
-        polling = asyncio.create_task(self._poll_forever())
+        polling = asyncio.create_task(self._poller.run())
         await asyncio.wait((over, polling), return_when=asyncio.FIRST_COMPLETED)
         if polling.done():
             polling.result()
@@ -148,7 +145,7 @@ class _Follower:
             self._early.append(message)
         else:
             self._side.on_message(message)
-            self._poll_now.set()
+            self._poller.poll_soon()
 
     def _on_loaded(self, setup: RankSetup, engine: Engine) -> None:
         data_plane = open_rank(setup.config, engine, setup.epoch)
@@ -159,21 +156,14 @@ class _Follower:
         )
         fileno = self._side.fileno()
         if fileno is not None:
-            asyncio.get_running_loop().add_reader(fileno, self._poll_now.set)
+            asyncio.get_running_loop().add_reader(fileno, self._poller.poll_soon)
         for message in self._early:
             self._side.on_message(message)
         self._early.clear()
         self._pipe.send(RankReady(fingerprint=engine.fingerprint))
 
-    async def _poll_forever(self) -> None:
-        while True:
-            self._poll_now.clear()
-            is_busy = self._side is not None and self._side.poll()
-            try:
-                async with asyncio.timeout(BUSY_POLL_S if is_busy else IDLE_POLL_S):
-                    await self._poll_now.wait()
-            except TimeoutError:
-                continue
+    def _poll(self) -> bool:
+        return self._side is not None and self._side.poll()
 
     def _run_model(self, setup: RankSetup, loop: asyncio.AbstractEventLoop) -> None:
         """The model thread. Whatever goes wrong ends the process: rank 0 notices that."""

@@ -12,10 +12,7 @@ from mesh.worker_info import LoadSnapshot
 from worker.drain import drain
 from worker.host import WorkerHost
 from worker.model_thread import Command, Event, Loop, ModelThread
-
-BUSY_POLL_S = 0.001
-"""Poll interval while transfers are open: UCX makes progress only when polled."""
-IDLE_POLL_S = 0.05
+from worker.poller import Poller
 
 _logger = logging.getLogger(__name__)
 
@@ -48,9 +45,10 @@ class WorkerRuntime(Generic[Command, Event]):
             drain_s: longest that running work may take to end after ``stop``.
         """
         self._host = host
-        self._poll = poll
+        self._poller = Poller(poll)
+        self.poll_soon = self._poller.poll_soon
+        """Progress the transfers in the next turn of the event loop."""
         self._poll_fileno = poll_fileno
-        self._poll_now = asyncio.Event()
         self._crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_events = on_events
         self._thread: ModelThread[Command, Event] = ModelThread(
@@ -72,17 +70,13 @@ class WorkerRuntime(Generic[Command, Event]):
         if not self._crashed.done():
             self._crashed.set_exception(error)
 
-    def poll_soon(self) -> None:
-        """Progress the transfers in the next turn of the event loop."""
-        self._poll_now.set()
-
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``, then until what runs has ended; cancelled, stop at once.
 
         Raises what the model thread raised.
         """
         self._thread.start()
-        poller = asyncio.create_task(self._poll_forever())
+        poller = asyncio.create_task(self._poller.run())
         if self._poll_fileno is not None:
             asyncio.get_running_loop().add_reader(self._poll_fileno, self.poll_soon)
         ending = asyncio.create_task(self._drain_after(stop))
@@ -110,16 +104,6 @@ class WorkerRuntime(Generic[Command, Event]):
     def _deliver(self, events: list[Event]) -> None:
         self._on_events(events)
         self.poll_soon()
-
-    async def _poll_forever(self) -> None:
-        while True:
-            self._poll_now.clear()
-            interval_s = BUSY_POLL_S if self._poll() else IDLE_POLL_S
-            try:
-                async with asyncio.timeout(interval_s):
-                    await self._poll_now.wait()
-            except TimeoutError:
-                continue
 
     def _on_crash(self, error: BaseException) -> None:
         if self._crashed.done():
