@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvtransfer.memory.layout import BlockLayout, Heads
+from kvtransfer.memory.layout import BlockLayout
 from kvtransfer.memory.pool import BlockMemory
 from kvtransfer.memory.staging import StagingBlocks
 from kvtransfer.outbox import Send
@@ -17,6 +17,7 @@ from kvtransfer.transports.fault_injection import Faults, FaultySend, FaultyTran
 from kvtransfer.transports.socket.shm import host_id
 from mesh.config import WorkerConfig
 from mesh.errors import ConfigError
+from mesh.kv_heads import Heads
 from mesh.messages import DataPlaneOffer
 from mesh.shared_mapping import SharedMapping
 

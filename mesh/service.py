@@ -14,19 +14,8 @@ from aiohttp import web
 
 from mesh.config import LogFormat
 from mesh.errors import ConfigError
-from mesh.parent_watch import die_with_parent
 from mesh.telemetry import metrics
 from mesh.telemetry.log_format import JsonFormatter, TextFormatter
-
-__all__ = [
-    "HttpServer",
-    "die_with_parent",
-    "metrics_handler",
-    "process_epoch",
-    "run_service",
-    "serve_http",
-    "setup_logging",
-]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

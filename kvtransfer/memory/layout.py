@@ -18,18 +18,6 @@ from dataclasses import dataclass
 from kvtransfer.memory.segments import SegmentSize
 from mesh.kv_heads import Heads, heads_of_rank
 
-__all__ = [
-    "MAX_PARTS",
-    "BlockLayout",
-    "Heads",
-    "WritePlan",
-    "heads_of_rank",
-    "part_of",
-    "plan_write",
-    "segment_ids",
-    "sources_of_rank",
-]
-
 MAX_GRANT_BLOCKS = 1 << 16
 """A million tokens in blocks of 16."""
 MAX_PARTS = 64

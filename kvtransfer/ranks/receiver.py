@@ -8,10 +8,11 @@ from typing import Protocol
 import msgspec
 
 from kvtransfer.events import BlocksReleased, ReceiveFailed, ReceiverEvent
-from kvtransfer.memory.layout import Heads, sources_of_rank
+from kvtransfer.memory.layout import sources_of_rank
 from kvtransfer.ranks.names import member_id, member_of, rank_peer
 from kvtransfer.ranks.receive_group import GroupState, RankGroup
 from kvtransfer.ranks.sender import split_by_rank
+from mesh.kv_heads import Heads
 from mesh.messages import PeerRef, TransferMessage
 
 

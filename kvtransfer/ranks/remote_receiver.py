@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, ReceiverEvent
-from kvtransfer.memory.layout import Heads
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.ranks.messages import (
     CancelReceive,
@@ -23,6 +22,7 @@ from kvtransfer.ranks.messages import (
 )
 from kvtransfer.ranks.remote_sender import Tell
 from kvtransfer.receiver.receiver import TransferReceiver
+from mesh.kv_heads import Heads
 from mesh.messages import PeerRef, TransferMessage
 
 

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from kvtransfer.errors import WRITE_ABORTED, TransportError, Unreachable
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, ReceiverEvent
 from kvtransfer.lease import DEFAULT_LEASE_S, Clock, Lease, RenewalTimer, send_renewals
-from kvtransfer.memory.layout import MAX_GRANT_BLOCKS, BlockLayout, Heads
+from kvtransfer.memory.layout import MAX_GRANT_BLOCKS, BlockLayout
 from kvtransfer.outbox import Outbox, Send
 from kvtransfer.receiver.chunk import accept_chunk, decode_header
 from kvtransfer.receiver.grant import make_grant
 from kvtransfer.receiver.state import Incoming, ReceiveState, ReceiveTrigger
 from kvtransfer.transports.base import Arrival, Transport
 from mesh.errors import ProtocolError
+from mesh.kv_heads import Heads
 from mesh.messages import (
     LeaseRenew,
     PeerRef,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvtransfer.lease import Lease
-from kvtransfer.memory.layout import Heads
+from mesh.kv_heads import Heads
 from mesh.messages import PeerRef, PrefillDone
 from mesh.transitions import TransitionTable
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtransfer.errors import BadAddress
-from kvtransfer.memory.layout import MAX_GRANT_BLOCKS, BlockLayout, Heads, WritePlan, plan_write
+from kvtransfer.memory.layout import MAX_GRANT_BLOCKS, BlockLayout, WritePlan, plan_write
 from kvtransfer.transports.address import MAX_ADDRESS_BYTES, unpack_address
 from kvtransfer.transports.base import Transport
+from mesh.kv_heads import Heads
 from mesh.messages import Grant
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.events import ReceiverEvent, SenderEvent
-from kvtransfer.memory.layout import BlockLayout, heads_of_rank
+from kvtransfer.memory.layout import BlockLayout
 from kvtransfer.ranks.messages import (
     Outgoing,
     ReceiveCommand,
@@ -31,6 +31,7 @@ from kvtransfer.ranks.sender import RankedSender
 from kvtransfer.receiver.receiver import TransferReceiver
 from kvtransfer.sender.sender import TransferSender
 from mesh import codec
+from mesh.kv_heads import heads_of_rank
 from mesh.messages import PeerRef, TransferMessage
 from tests.conformance.cluster import FINGERPRINT, LEASE_S, NUM_BLOCKS, Cluster
 

@@ -8,9 +8,10 @@ import pytest
 
 from kvtransfer.events import Committed
 from kvtransfer.memory.compression import GROUP
-from kvtransfer.memory.layout import BlockLayout, Heads, heads_of_rank, sources_of_rank
+from kvtransfer.memory.layout import BlockLayout, sources_of_rank
 from kvtransfer.ranks.names import member_id
 from kvtransfer.ranks.receive_group import RankGroup
+from mesh.kv_heads import Heads, heads_of_rank
 from tests.conformance.cluster import NUM_BLOCKS, Cluster, Node, committed, failures, sent
 
 NUM_ROWS, HEAD_BYTES = 6, 320

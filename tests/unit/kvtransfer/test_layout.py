@@ -7,16 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.memory.layout import (
-    BlockLayout,
-    Heads,
-    heads_of_rank,
-    part_of,
-    plan_write,
-    segment_ids,
-    sources_of_rank,
-)
+from kvtransfer.memory.layout import BlockLayout, part_of, plan_write, segment_ids, sources_of_rank
 from kvtransfer.memory.segments import copy_segments, digest_blocks
+from mesh.kv_heads import Heads, heads_of_rank
 
 RANKS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed
-from kvtransfer.memory.layout import BlockLayout, Heads
+from kvtransfer.memory.layout import BlockLayout
 from kvtransfer.memory.pool import BlockMemory
 from kvtransfer.receiver.receiver import TransferReceiver
 from kvtransfer.sender.sender import TransferSender
 from mesh import codec
+from mesh.kv_heads import Heads
 from mesh.messages import AnyMessage, PeerRef
 from tests.unit.kvtransfer.simulated_transport import (
     SimulatedNetwork,

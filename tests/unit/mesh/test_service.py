@@ -103,7 +103,7 @@ async def test_the_http_server_serves_its_routes() -> None:
 
 
 def test_a_child_dies_with_a_killed_parent() -> None:
-    child = "import os,time;from mesh.service import die_with_parent;" + (
+    child = "import os,time;from mesh.parent_watch import die_with_parent;" + (
         "die_with_parent(os.getppid());print(os.getpid(),flush=True);time.sleep(60)"
     )
     parent = subprocess.Popen(
@@ -125,7 +125,7 @@ def test_a_child_dies_with_a_killed_parent() -> None:
 
 
 def test_a_child_whose_parent_is_already_gone_exits() -> None:
-    code = "from mesh.service import die_with_parent;die_with_parent(1 << 22);print('alive')"
+    code = "from mesh.parent_watch import die_with_parent;die_with_parent(1 << 22);print('alive')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, timeout=100
     )

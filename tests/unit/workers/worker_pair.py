@@ -14,7 +14,7 @@ import decode_worker.loop as d
 import prefill_worker.loop as p
 from engine.engine import Engine
 from kvtransfer.events import BlocksReleased, Committed, ReceiveFailed, SendFailed
-from kvtransfer.memory.layout import BlockLayout, Heads
+from kvtransfer.memory.layout import BlockLayout
 from kvtransfer.memory.pool import BlockMemory
 from kvtransfer.outbox import Send
 from kvtransfer.receiver.receiver import TransferReceiver
@@ -24,6 +24,7 @@ from kvtransfer.transports.factory import make_transport
 from kvtransfer.transports.fault_injection import Faults, FaultySend, FaultyTransport
 from kvtransfer.transports.inproc import InprocFabric, InprocTransport
 from mesh.errors import TransferFailed
+from mesh.kv_heads import Heads
 from mesh.messages import (
     DecodeRequest,
     Grant,
