@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_PACKAGES = ("mesh", "gateway", "engine", "kvtransfer", "prefill_worker", "decode_worker")
+_PACKAGES = ("mesh", "gateway", "engine", "kvtransfer", "worker", "prefill_worker", "decode_worker")
 _NAME = re.compile(r"(?:vllm|pdmesh):[a-z0-9_]+")
 _SUFFIX = re.compile(r"_(?:total|bucket|sum|count)$")
 
